@@ -18,7 +18,6 @@ from engine.cluster.membership.control_messages import WantedFacts
 from engine.cluster.membership.measuring_node import measure_node
 from engine.doctor_facts import doctor_facts
 from engine.ipc.messages import Load, Plan
-from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.formats.model_files import Experts
 from engine.runtimes.native import runtime as native_runtime
@@ -32,6 +31,7 @@ from engine.system.free_memory import container_bytes, container_limit
 from tests.faults import limited_memory
 from tests.support.engine_forks import with_libraries
 from tests.support.hooked_engine import hooked
+from tests.support.opened_experts import experts_of
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -105,8 +105,7 @@ def test_whoever_asks_for_memory_hears_of_the_same(
 
 
 def test_no_more_is_locked_than_this_process_may_use(small: Path, tmp_path: Path) -> None:
-    experts = open_model(write_tiny_model(tmp_path / "model", "mixtral")).experts
-    assert experts is not None
+    experts = experts_of(write_tiny_model(tmp_path / "model", "mixtral"))
     group(small, 2, "1000000000", 999_999_000, 0)
     (line,) = HostExperts(experts).lock(lambda address, nbytes: None, lambda address: None, lambda *told: None)
     assert "are not page-locked" in line
@@ -153,8 +152,7 @@ def test_the_native_runtime_asks_for_experts_beyond_the_memory_ahead(
     monkeypatch.setattr(native_runtime, "available_bytes", lambda: roomy.facts.expert_bytes)
     tight = NativeRuntime().load(folder, load, lambda *_: None)
     assert len(tight.facts.notices) == len(roomy.facts.notices) + 1
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     for layer in experts.layers:
         filled = told[0].trunk.layers[layer]
         places = (ctypes.c_int64 * (experts.count + 1)).from_address(filled.ahead_from)

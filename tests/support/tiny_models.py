@@ -12,8 +12,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from engine.models.folders.opening import open_model
-from engine.models.formats.model_files import Experts
 from tests.support.shared_folders import written_once
 
 TINY_MOE_FAMILIES: tuple[str, ...] = (
@@ -494,9 +492,3 @@ def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool)
         gain = 3.0 if is_router or is_head else 1.3
         inputs = parameter.shape[-1] if parameter.dim() < 3 else min(parameter.shape[-2:])
         parameter.normal_(0.0, gain / inputs**0.5, generator=generator)
-
-
-def experts_of(folder: Path) -> Experts:
-    found = open_model(folder).experts
-    assert found is not None
-    return found

@@ -8,15 +8,14 @@ import torch
 
 from benchmarks.papers.expert_rows import LibraryExpert, expert_rows, findings
 from engine.bench.synthetic_moe import MoeShape, write_moe
-from engine.models.folders.opening import open_model
 from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide
+from tests.support.opened_experts import experts_of
 
 SMALL = MoeShape(layers=1, hidden=64, ffn=96, experts=2, experts_per_token=1, heads=2, key_value_heads=2, vocabulary=8)
 
 
 def test_both_ways_run_the_same_expert(tmp_path: Path) -> None:
-    experts = open_model(write_moe(tmp_path / "model", SMALL, lambda *_: None)).experts
-    assert experts is not None
+    experts = experts_of(write_moe(tmp_path / "model", SMALL, lambda *_: None))
     library = LibraryExpert(experts)
     library.prepare(3)
     side = LocalCpuSide(experts, "bfloat16", 1, 1)

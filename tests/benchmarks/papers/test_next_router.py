@@ -18,9 +18,9 @@ from benchmarks.papers.capped_experts import (
 )
 from benchmarks.papers.next_router import as_it_will_be, prefetched, recall_of, routers_of
 from engine.ipc.messages import Load
-from engine.models.folders.opening import open_model
 from engine.runtimes import runtime_named
 from engine.runtimes.torch.model import TorchModel
+from tests.support.opened_experts import experts_of
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.skipif(not reads_past_the_cache(), reason="this system reads no file past its cache")
@@ -33,8 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def capped(folder: Path) -> Iterator[CappedExperts]:
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     try:
         with CappedExperts(experts, slots=2) as found:
             yield found
@@ -64,8 +63,7 @@ def test_guesses_displace_only_guesses(capped: CappedExperts) -> None:
 
 
 def test_pieces_are_whole_pages_that_hold_an_expert(folder: Path) -> None:
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     for piece in pieces_of(experts, (1, 2)):
         assert piece.start % 4096 == piece.nbytes % 4096 == 0 < piece.nbytes <= PIECE_BYTES
     assert sum(piece.nbytes for piece in pieces_of(experts, (1, 2))) >= experts.place(1, 2).nbytes

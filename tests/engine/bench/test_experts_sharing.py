@@ -14,10 +14,10 @@ from engine.bench.running import run_bench
 from engine.calibration.calibration_file import check_calibration, shape_of
 from engine.calibration.expert_cost import calibration_of, measure
 from engine.ipc.messages import Bench, ExpertPolicy, Load
-from engine.models.folders.opening import open_model
 from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide, gpu_side
 from engine.runtimes.torch.runtime import TorchRuntime
 from engine.session.session import Session
+from tests.support.opened_experts import experts_of
 
 
 @pytest.mark.sampled
@@ -43,8 +43,7 @@ def test_sharing_experts_is_told_with_the_benchmark(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_real_gpu_is_measured(tiny_model: Callable[..., Path]) -> None:
-    experts = open_model(tiny_model("mixtral")).experts
-    assert experts is not None
+    experts = experts_of(tiny_model("mixtral"))
     side, _ = gpu_side(experts, "float32", 2, lambda *progress: None)
     assert side is not None
     cpu = LocalCpuSide(experts, "float32", experts_per_token=2, cpu_threads=None)

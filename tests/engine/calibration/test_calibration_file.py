@@ -18,8 +18,8 @@ from engine.calibration.calibration_file import (
     save_calibration,
     shape_of,
 )
-from engine.models.folders.opening import open_model
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
+from tests.support.opened_experts import experts_of
 
 SHAPE = ExpertShape(hidden=64, ffn=96, dtype="BF16", expert_bytes=36864)
 MACHINE = "A processor; avx2; 4 threads; A GPU"
@@ -154,8 +154,7 @@ def test_the_key_follows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
 def test_the_shape_of_a_models_experts(tiny_model: Callable[..., Path], family: str) -> None:
-    experts = open_model(tiny_model(family)).experts
-    assert experts is not None
+    experts = experts_of(tiny_model(family))
     shape = shape_of(experts)
     last = experts.expert(experts.layers[-1], experts.count - 1)
     assert (shape.ffn, shape.hidden) == last.gate.shape == last.up.shape

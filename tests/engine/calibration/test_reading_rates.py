@@ -12,15 +12,14 @@ import pytest
 
 from engine.calibration import reading_rates
 from engine.calibration.reading_rates import notice_beyond_memory, read_rate
-from engine.models.folders.opening import open_model
 from engine.models.formats.byte_map import FileMapping
 from engine.models.formats.model_files import Experts
+from tests.support.opened_experts import experts_of
 from tests.support.tiny_models import write_tiny_model
 
 
 def test_experts_that_fit_are_no_news(tmp_path: Path) -> None:
-    experts = open_model(write_tiny_model(tmp_path, "mixtral")).experts
-    assert experts is not None
+    experts = experts_of(write_tiny_model(tmp_path, "mixtral"))
     assert notice_beyond_memory("experts", experts.nbytes, (), experts.nbytes) is None
 
 
@@ -31,8 +30,7 @@ def _files(experts: Experts) -> Sequence[FileMapping]:
 
 
 def test_experts_that_do_not_fit_are_said_with_the_rate(tmp_path: Path) -> None:
-    experts = open_model(write_tiny_model(tmp_path, "mixtral", hidden_size=480, intermediate_size=1120)).experts
-    assert experts is not None
+    experts = experts_of(write_tiny_model(tmp_path, "mixtral", hidden_size=480, intermediate_size=1120))
     line = notice_beyond_memory(
         "experts", experts.nbytes, _files(experts), experts.nbytes - 1, measure=lambda path: 1.234e9
     )

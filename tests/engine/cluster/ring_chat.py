@@ -7,9 +7,9 @@ from pathlib import Path
 
 from engine.cluster.head.head_model import RingModel
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load, Notice, Piece
-from engine.models.folders.opening import open_model
 from engine.session.session import Session
 from tests.engine.cluster.thread_ring import ThreadFormer, loaded_model
+from tests.support.opened_experts import experts_of
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30, 12, 64, 3, 88, 120, 7, 55, 90, 33]
 ANSWER = 12
@@ -54,8 +54,7 @@ class Setting:
 
     def __init__(self, folder: Path, runtime: str, dtype: str = "float32") -> None:
         request = Load(id=1, model="tiny", runtime=runtime, dtype=dtype, cpu_threads=1)  # type: ignore[arg-type]
-        experts = open_model(folder).experts
-        assert experts is not None
+        experts = experts_of(folder)
         self.former = ThreadFormer(folder, request, ["head", "attic", "cellar"], experts.layers, experts.count)
         self.model = RingModel("tiny", self.former, lambda *_: None)
         self.ring = Chat(session_of(self.model))

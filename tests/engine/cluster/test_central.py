@@ -16,13 +16,13 @@ from engine.cluster.expert_runners import layers_for, load_experts
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.folders.opening import open_model
 from engine.moe.expert_parallel import Loading, RankContext
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, RingPlace
 from tests.engine.cluster.memory_exchange import MemoryRing, on_all_ranks
 from tests.engine.cluster.ring_layer import run_layer
 from tests.engine.cluster.ring_places import placed
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 
 pytestmark = pytest.mark.usefixtures("one_kernel")
@@ -52,8 +52,7 @@ def central_ring(
     """What the head answers, and how many tokens every other node ran."""
     nodes = len(runtimes)
     request = Load(id=1, model=folder.name, cpu_threads=1, dtype=dtype)
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     placement = placed(tuple(experts.layers), experts.count, nodes, how)
     memory = MemoryRing(nodes)
     contexts = [RankContext("epoch", rank, placement, "central", loading) for rank in range(nodes)]

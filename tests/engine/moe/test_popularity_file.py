@@ -34,6 +34,7 @@ from engine.moe.popularity import (
 )
 from engine.system.locations import profile_paths
 from tests.support.clocks import Clock
+from tests.support.opened_experts import experts_of
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -221,8 +222,7 @@ def test_a_plain_model_and_its_bank_share_a_profile_and_removing_deletes_it(
 
 def test_what_was_learned_of_a_model_elsewhere_can_be_removed(tiny_model: Callable[..., Path]) -> None:
     plain = tiny_model("mixtral")
-    experts = open_model(plain).experts
-    assert experts is not None
+    experts = experts_of(plain)
     own, _ = profile_paths(profile_key(plain))
     save_profile(own, model_of(experts), {layer: [1.0] * 8 for layer in experts.layers})
     assert local_models.remove(str(plain)) > 0

@@ -15,7 +15,6 @@ from engine.cluster.worker.lending import ClusterWorker
 from engine.ipc.messages import LendTerms, Load
 from engine.ipc.messages.ring import RingChoice
 from engine.model_in_use import popularity_writer_for
-from engine.models.folders.opening import open_model
 from engine.models.store.local_models import profile_key
 from engine.moe.popularity import load_profile, model_of
 from engine.runtimes.choosing import as_ring_node
@@ -24,6 +23,7 @@ from engine.system.locations import profile_paths
 from tests.engine.cluster.paired_nodes import Nodes
 from tests.engine.cluster.tests_models import tiny_mixtral
 from tests.support.eventually import eventually
+from tests.support.opened_experts import experts_of
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 
@@ -62,8 +62,7 @@ def ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OneRing]:
 
 def test_a_ring_adds_to_the_profile_of_the_whole_model(ring: OneRing, tmp_path: Path) -> None:
     folder = tiny_mixtral(tmp_path / "model")
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     own, _ = profile_paths(profile_key(folder))
     said: list[str] = []
     choice = RingChoice(even_if_slower=True, overlap=False, exchange="tls")

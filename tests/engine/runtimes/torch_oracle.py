@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.stand_in_device import StandInDevice
 from engine.ipc.messages import ExpertPolicy, Load
-from engine.models.folders.opening import open_model
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.runtimes.subjects import prompt_of
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 
 STEPS = 7
@@ -132,8 +132,7 @@ def steps_apart(ours: list[Logits], theirs: list[Logits]) -> list[float]:
 def assert_shared_on_a_device(folder: Path, truth: Path, policy: ExpertPolicy) -> None:
     """``folder`` gives the logits of ``truth`` with a device that has room for three of its experts, and nothing but
     whole experts, as they are kept in memory, is copied to it."""
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     device = StandInDevice(2 * GPU_RUNTIME_BYTES)
     room = 3 * experts.place(experts.layers[0], 0).nbytes + 1000
     request = Load(id=1, model="packed", cpu_threads=1, dtype="float32", policy=policy, gpu_expert_bytes=room)

@@ -14,12 +14,12 @@ from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, calibratio
 from engine.calibration.calibration_file import calibration_key, load_calibration, save_calibration, shape_of
 from engine.errors import Cancelled
 from engine.ipc.messages import Load, Plan
-from engine.models.folders.opening import open_model
 from engine.runtimes.torch.offload import cuda_device
 from engine.session import gpu_choice, plan_model
 from engine.session.gpu_choice import settle_gpu
 from engine.session.loading import load_session
 from engine.system.machine import Gpu
+from tests.support.opened_experts import experts_of
 
 GIB = 1 << 30
 
@@ -52,8 +52,7 @@ def ask_for(folder: Path, **choices: Any) -> Load:
 
 
 def keep(folder: Path, speeds: Speeds, operation_s: float = 1e-9) -> None:
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     shape = shape_of(experts)
     found = calibration_of(speeds, shape.expert_bytes)
     key = calibration_key("float32", 1, StandInDevice.name)
@@ -102,8 +101,7 @@ def test_what_was_never_measured_is_measured_once(folder: Path, monkeypatch: pyt
     request, _ = settle_gpu(ask_for(folder), folder, None, lambda stage, *_: said.append(stage))
     assert any(stage.startswith("measuring") for stage in said)
     assert device.buffers == {} and device.locked == {}
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     kept = load_calibration(shape_of(experts), calibration_key("float32", 1, StandInDevice.name))
     assert kept is not None and kept.gpu is not None
     said.clear()

@@ -23,6 +23,7 @@ from engine.session import plan_model as planning
 from engine.session.plan_model import plan_model
 from engine.system.locations import profile_paths
 from engine.system.machine import Gpu
+from tests.support.opened_experts import experts_of
 
 GIB = 1 << 30
 
@@ -53,8 +54,7 @@ def reasons(plan: Planned) -> dict[str, str]:
 
 
 def measure(folder: Path, gpu: str | None, dtype: str = "float32", threads: int | None = None) -> Calibration:
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     calibration = Calibration(
         version=CALIBRATION_VERSION,
         machine=calibration_key(dtype, threads, gpu),
@@ -188,8 +188,7 @@ def test_a_calibration_that_cannot_be_used_is_said(folder: Path, monkeypatch: py
 def test_the_persons_own_use_raises_the_prediction(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = give_gpu(monkeypatch, free=6 * GIB)
     measure(folder, card.name)
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     quarter = experts.nbytes // 4
     even = planned(folder, partitioning="hybrid", gpu_expert_bytes=quarter)
     favourites = {layer: [1000.0, 1000.0, *[1.0] * (experts.count - 2)] for layer in experts.layers}

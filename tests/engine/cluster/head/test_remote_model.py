@@ -29,6 +29,7 @@ from engine.runtimes.protocol import Interrupted
 from tests.engine.cluster.ring_chat import ANSWER, PROMPT, Chat, session_of
 from tests.engine.cluster.thread_ring import ThreadFormation, link_pair, loaded_model, split
 from tests.support.eventually import eventually
+from tests.support.opened_experts import experts_of
 from tests.support.tiny_models import write_tiny_model
 
 PATIENCE_S = 120.0
@@ -60,8 +61,7 @@ class Formed:
     """See :class:`engine.cluster.formation.Formation`: ``studio`` runs the model."""
 
     def __init__(self, folder: Path, request: Load, hostile: Hostile | None) -> None:
-        experts = open_model(folder).experts
-        assert experts is not None
+        experts = experts_of(folder)
         placement = split(experts.layers, experts.count, 1)
         self.context = RankContext("epoch", 0, placement)
         self.names = {0: "head", 1: "studio"}

@@ -30,6 +30,7 @@ from engine.models.folders.shard_files import read_shard
 from engine.models.folders.weight_layout import layout_of
 from engine.models.store import local_models
 from tests.support.old_bank import write_old_bank
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 from tests.support.shards import assert_same_experts, offer_part, send
 
@@ -436,6 +437,5 @@ def test_whatever_placements_follow_each_other_nothing_is_sent_twice(
             assert need.nbytes == len(pairs - here) * layout.expert_bytes + (other if number == 0 else 0)
             assert need.has_bytes == offered.nbytes - need.nbytes
             here |= pairs
-            experts = open_model(need.folder).experts
-            assert experts is not None
+            experts = experts_of(need.folder)
             assert {(at, e) for at in layout.layers for e in experts.held(at)} == here

@@ -25,6 +25,7 @@ from engine.models.formats.gguf_file import GgufFile
 from engine.models.store import local_models
 from engine.models.store.gguf_folder import open_gguf
 from tests.engine.cluster.lacking_machine import Having, copied, own_shard
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 from tests.support.shards import offer_part, send
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -178,8 +179,7 @@ def test_a_head_keeps_only_its_share(folder: Path, tmp_path: Path, monkeypatch: 
     part = shard.offered.part(half(folder), trunk=True)
     wanted = shard.missing(part)
     shard.receive(part, wanted, stream(folder, part, wanted), quiet)
-    experts = open_model(shard.folder).experts
-    assert experts is not None
+    experts = experts_of(shard.folder)
     assert {layer: list(experts.held(layer)) for layer in experts.layers} == half(folder)
     assert OwnShard.find(shard.offered.identity.name, "me") is not None
 

@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.models.architectures.composite import language_tensors
 from engine.models.folders.opening import open_model
 from engine.models.formats.safetensors_files import TensorEntry
+from tests.support.opened_experts import assert_same_values, experts_of
 from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of
 
 TinyModel = Callable[..., Path]
@@ -60,8 +61,7 @@ def _reference_parts(family: str, experts: Any, expert: int) -> dict[str, Any]:
 @pytest.mark.parametrize("family", TINY_MOE_FAMILIES)
 def test_experts_are_those_of_transformers(tiny_model: TinyModel, family: str):
     folder = tiny_model(family)
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     reference = reference_experts(folder)
     assert {(layer, e) for layer in experts.layers for e in range(experts.count)} == reference.keys()
     for (layer, e), parts in reference.items():
@@ -98,16 +98,11 @@ def test_shards_are_one_model(tiny_model: TinyModel, family: str):
     assert {name: t.words.tobytes() for name, t in one.trunk()} == {
         name: t.words.tobytes() for name, t in several.trunk()
     }
-    assert one.experts is not None and several.experts is not None
-    for layer in one.experts.layers:
-        for expert in range(one.experts.count):
-            mine, theirs = one.experts.expert(layer, expert), several.experts.expert(layer, expert)
-            assert np.array_equal(mine.down.words, theirs.down.words)
+    assert_same_values(one.experts, several.experts)
 
 
 def test_gate_and_up_are_one_view_where_they_lie_together(tiny_model: TinyModel):
-    experts = open_model(tiny_model("granitemoe")).experts
-    assert experts is not None
+    experts = experts_of(tiny_model("granitemoe"))
     weights = experts.expert(0, 1)
     assert weights.gate_up is not None
     assert np.array_equal(weights.gate_up.words, np.concatenate([weights.gate.words, weights.up.words]))
@@ -118,8 +113,7 @@ def test_gate_and_up_are_one_view_where_they_lie_together(tiny_model: TinyModel)
 
 
 def test_experts_fused_as_transformers_holds_them_are_read_too(tiny_model: TinyModel, tmp_path: Path):
-    plain = open_model(tiny_model("mixtral")).experts
-    assert plain is not None
+    plain = experts_of(tiny_model("mixtral"))
     folder = copy_of(tiny_model("mixtral"), tmp_path)
     stored = load_file(folder / "model.safetensors")
     fused = {name.replace("block_sparse_moe", "mlp"): array for name, array in stored.items() if "experts" not in name}
@@ -130,13 +124,9 @@ def test_experts_fused_as_transformers_holds_them_are_read_too(tiny_model: TinyM
         downs = [w.down.words.view(np.float32) for w in weights]
         fused[f"model.layers.{layer}.mlp.experts.down_proj"] = np.stack(downs)
     save_file(fused, folder / "model.safetensors")
-    experts = open_model(folder).experts
-    assert experts is not None
-    for layer in plain.layers:
-        for expert in range(plain.count):
-            mine, theirs = experts.expert(layer, expert), plain.expert(layer, expert)
-            assert all(np.array_equal(getattr(mine, p).words, getattr(theirs, p).words) for p in ("gate", "up", "down"))
-            assert mine.gate_up is not None
+    experts = experts_of(folder)
+    assert_same_values(experts, plain)
+    assert all(experts.expert(layer, each).gate_up is not None for layer in plain.layers for each in range(plain.count))
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tiny_model: TinyModel, tmp_path: Path):
@@ -190,8 +180,7 @@ def test_the_text_model_of_a_composite_llama4_is_found(tmp_path: Path):
 
 def test_changed_files_are_noticed(tiny_model: TinyModel, tmp_path: Path):
     folder = copy_of(tiny_model("mixtral"), tmp_path)
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     experts.check_unchanged()
     os.utime(folder / "model.safetensors", ns=(1, 1))
     with pytest.raises(ModelError, match="was changed"):
@@ -199,8 +188,7 @@ def test_changed_files_are_noticed(tiny_model: TinyModel, tmp_path: Path):
 
 
 def test_an_expert_that_is_not_there_is_a_mistake_of_the_caller(tiny_model: TinyModel):
-    experts = open_model(tiny_model("qwen2_moe")).experts
-    assert experts is not None
+    experts = experts_of(tiny_model("qwen2_moe"))
     for layer, expert in ((1, 0), (0, 6), (0, -1)):
         with pytest.raises(IndexError):
             experts.expert(layer, expert)
@@ -392,8 +380,7 @@ def test_experts_of_several_types(tiny_model: TinyModel, tmp_path: Path):
         every = name.replace("experts.0", f"experts.{number}")
         stored[every] = stored[every].astype(np.float16)
     save_file(stored, folder / "model.safetensors")
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     assert [experts.expert(layer, 7).gate.dtype for layer in (0, 1)] == ["F16", "F32"]
     stored[name] = stored[name].astype(np.int16)
     save_file(stored, folder / "model.safetensors")

@@ -18,9 +18,9 @@ from engine.models.folders.checkpoint import Checkpoint
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import needs_preparing, prepare
 from engine.models.folders.weight_layout import layout_of
-from engine.models.formats.model_files import StoredTensor, whole_bytes
+from engine.models.formats.model_files import whole_bytes
 from engine.runtimes.choosing import refuse_download
-from engine.runtimes.torch.offload.torch_tensors import unpacked
+from tests.support.opened_experts import assert_all_bytes_counted, assert_same_values, experts_of, values_of
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import whole_blocks
 from tests.support.tiny_grouped import write_grouped
@@ -65,45 +65,28 @@ def refused(folder: Path, match: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def wide(stored: StoredTensor) -> np.ndarray[Any, Any]:
-    return unpacked(stored, torch.float32).numpy()
-
-
 @pytest.mark.parametrize("files", [1, 4])
 def test_every_expert_is_what_its_tensors_stand_for(tmp_path: Path, source: Path, files: int) -> None:
     """With several files, scales and biases may lie in others than their codes."""
     folder, truth = write_grouped(tmp_path / "model", source, files=files, bits=8, group=32)
     found, wanted = open_model(folder), open_model(truth)
-    assert isinstance(found, Checkpoint) and found.experts is not None and wanted.experts is not None
+    assert isinstance(found, Checkpoint) and found.experts is not None
     assert (found.experts.dtype, found.experts.count) == ("AFFINE8", 4)
-    for layer in found.experts.layers:
-        for number in range(found.experts.count):
-            ours, theirs = found.experts.expert(layer, number), wanted.experts.expert(layer, number)
-            for name in ("gate", "up", "down"):
-                stored, plain = getattr(ours, name), getattr(theirs, name)
-                assert stored.shape == plain.shape
-                assert (wide(stored) == plain.words.view(np.float32)).all()
-            place = found.experts.place(layer, number)
-            assert place.weight_bytes == place.nbytes == sum(part.nbytes for part in ours.parts)
+    assert_same_values(found.experts, wanted.experts)
+    assert_all_bytes_counted(folder, found)
     assert whole_bytes(found.experts) == found.experts.nbytes
-    stored_bytes = sum(tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
-    assert found.trunk_bytes + found.experts.nbytes == stored_bytes
     truth_trunk = dict(wanted.trunk())
     for name, stored in found.trunk():
         if stored.scales is not None:
-            assert (wide(stored) == truth_trunk[name].words.view(np.float32)).all()
+            assert (values_of(stored) == truth_trunk[name].words.view(np.float32)).all()
 
 
 def test_nvfp4_as_mlx_lm_writes_it(tmp_path: Path, source: Path) -> None:
     folder, truth = write_grouped(tmp_path / "model", source, mode="nvfp4", group=16)
     found, wanted = open_model(folder), open_model(truth)
     found.repack(quiet)
-    assert found.experts is not None and wanted.experts is not None
-    assert found.experts.dtype == "GROUPED_NVFP4"
-    for number in range(found.experts.count):
-        ours, theirs = found.experts.expert(1, number), wanted.experts.expert(1, number)
-        for name in ("gate", "up", "down"):
-            assert (wide(getattr(ours, name)) == getattr(theirs, name).words.view(np.float32)).all()
+    assert found.experts is not None and found.experts.dtype == "GROUPED_NVFP4"
+    assert_same_values(found.experts, wanted.experts)
 
 
 def test_nothing_is_copied(folder: Path) -> None:
@@ -122,10 +105,9 @@ def test_gpt_oss_as_it_is_published(gpt_oss: tuple[Path, Path]) -> None:
     found, wanted = open_model(gpt_oss[0]), open_model(gpt_oss[1])
     assert found.experts is not None and wanted.experts is not None
     assert found.experts.dtype == "OCP_MXFP4"
+    assert_same_values(found.experts, wanted.experts)
     for number in range(found.experts.count):
         ours, theirs = found.experts.expert(1, number), wanted.experts.expert(1, number)
-        for name in ("gate", "up", "down"):
-            assert (wide(getattr(ours, name)) == getattr(theirs, name).words.view(np.float32)).all()
         assert ours.gate_bias is not None and theirs.gate_bias is not None
         assert (ours.gate_bias.words.astype(np.uint32) << 16 == theirs.gate_bias.words).all()
 
@@ -135,8 +117,7 @@ def test_a_module_may_have_bits_and_groups_of_its_own(tmp_path: Path, source: Pa
         return (8, 32) if module.endswith("down_proj") else None
 
     folder, _ = write_grouped(tmp_path / "model", source, own=own)
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     expert = experts.expert(0, 0)
     assert (expert.gate.dtype, expert.down.dtype) == ("AFFINE4", "AFFINE8")
     assert expert.down.scales is not None and expert.down.scales.shape == (256, 8)

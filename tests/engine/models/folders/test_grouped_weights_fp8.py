@@ -20,7 +20,7 @@ from engine.models.folders.prepare import needs_preparing
 from engine.models.folders.weight_layout import layout_of
 from engine.models.formats.model_files import Change, StoredTensor
 from engine.runtimes.choosing import refuse_download
-from engine.runtimes.torch.offload.torch_tensors import unpacked
+from tests.support.opened_experts import assert_all_bytes_counted, assert_same_values, experts_of
 from tests.support.tiny_fp8 import write_fp8
 from tests.support.tiny_models import write_tiny_model
 
@@ -69,19 +69,9 @@ def test_every_expert_is_what_its_tensors_stand_for(
 ) -> None:
     folder, truth = write_fp8(tmp_path / "model", source, files=files, scales=scales, strategy=strategy)
     found, wanted = open_model(folder), open_model(truth)
-    assert isinstance(found, Checkpoint) and found.experts is not None and wanted.experts is not None
-    assert found.experts.dtype == "BLOCK_FP8"
-    for layer in found.experts.layers:
-        for number in range(found.experts.count):
-            ours, theirs = found.experts.expert(layer, number), wanted.experts.expert(layer, number)
-            for name in ("gate", "up", "down"):
-                assert getattr(ours, name).shape == getattr(theirs, name).shape
-                values = unpacked(getattr(ours, name), torch.float32).numpy()
-                assert (values == getattr(theirs, name).words.view(np.float32)).all()
-            place = found.experts.place(layer, number)
-            assert place.weight_bytes == place.nbytes == sum(part.nbytes for part in ours.parts)
-    stored = sum(tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
-    assert found.trunk_bytes + found.experts.nbytes == stored
+    assert isinstance(found, Checkpoint) and found.experts is not None and found.experts.dtype == "BLOCK_FP8"
+    assert_same_values(found.experts, wanted.experts)
+    assert_all_bytes_counted(folder, found)
     trunk = {name: tensor.dtype for name, tensor in found.trunk()}
     assert trunk["model.layers.0.self_attn.q_proj.weight"] == "BLOCK_FP8"
     assert trunk["model.layers.0.mlp.gate.weight"] == trunk["lm_head.weight"] == "BF16"
@@ -195,15 +185,10 @@ def test_stacked_experts_begin_with_a_block(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8}
     source = write_tiny_model(tmp_path / "source", "granitemoe", intermediate_size=256, **sizes)
     folder, truth = write_fp8(tmp_path / "model", source)
-    found, wanted = open_model(folder).experts, open_model(truth).experts
-    assert found is not None and wanted is not None
-    for name in ("gate", "up", "down"):
-        values = unpacked(getattr(found.expert(1, 2), name), torch.float32).numpy()
-        assert (values == getattr(wanted.expert(1, 2), name).words.view(np.float32)).all()
+    assert_same_values(experts_of(folder), experts_of(truth))
     source = write_tiny_model(tmp_path / "odd", "granitemoe", intermediate_size=192, **sizes)
     torn, _ = write_fp8(tmp_path / "torn", source)
-    experts = open_model(torn).experts
-    assert experts is not None
+    experts = experts_of(torn)
     with pytest.raises(ModelError, match="192 rows that share a tensor do not begin with a block"):
         experts.place(0, 0)
 

@@ -20,6 +20,7 @@ from engine.models.folders.prepare import needs_preparing, prepare, read_prepare
 from engine.models.folders.weight_layout import layout_of
 from engine.models.formats.model_files import ExpertWeights
 from tests.support.old_bank import write_old_bank
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 from tests.support.random_examples import examples
 from tests.support.tiny_models import TINY_MOE_FAMILIES
@@ -88,8 +89,7 @@ def test_a_bank_holds_what_the_plain_folder_holds(
 @pytest.mark.parametrize("family", TINY_MOE_FAMILIES)
 def test_matrices_are_views_of_the_slabs(banks: Callable[..., Path], family: str):
     folder = banks(family)
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     names = [name for name, _ in layout_of(folder).files]
     for layer in experts.layers:
         for expert in range(experts.count):
@@ -137,8 +137,7 @@ def test_the_trunk_is_a_safetensors_file_as_others_read_it(banks: Callable[..., 
 
 
 def test_an_expert_that_is_not_there_is_a_mistake_of_the_caller(banks: Callable[..., Path]):
-    experts = open_model(banks("qwen2_moe")).experts
-    assert experts is not None
+    experts = experts_of(banks("qwen2_moe"))
     for layer, expert in ((1, 0), (0, 6), (0, -1)):
         with pytest.raises(IndexError):
             experts.expert(layer, expert)
@@ -164,8 +163,7 @@ def test_a_missing_layer_or_trunk_is_refused_at_opening(bank: Path):
 
 
 def test_a_file_changed_while_open_is_noticed(bank: Path):
-    experts = open_model(bank).experts
-    assert experts is not None
+    experts = experts_of(bank)
     experts.check_unchanged()
     os.truncate(layer_path(bank, 1), 64)
     experts.check_unchanged(0)

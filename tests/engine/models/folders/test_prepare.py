@@ -27,6 +27,7 @@ from engine.models.folders.prepare import needs_preparing, prepare, read_prepare
 from engine.models.formats.safetensors_files import encode_header
 from engine.models.store.gguf_folder import open_gguf
 from tests.support.old_bank import write_old_bank
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import TINY_MOE_FAMILIES
@@ -156,8 +157,7 @@ def test_a_bank_of_a_changed_source_is_written_again(source: Path, tiny_model: T
 def test_an_open_bank_stays_readable_while_it_is_replaced(source: Path, tmp_path: Path):
     plain = Path(shutil.copytree(source, tmp_path / "plain"))
     prepare(plain, tmp_path / "bank", quiet)
-    experts = open_model(tmp_path / "bank").experts
-    assert experts is not None
+    experts = experts_of(tmp_path / "bank")
     before = experts.expert(0, 0).gate.words.tobytes()
     os.utime(plain / "model.safetensors")
     prepare(plain, tmp_path / "bank", quiet)

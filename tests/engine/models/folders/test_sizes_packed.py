@@ -22,6 +22,7 @@ from engine.runtimes.mlx import gguf_files
 from engine.session.plan_model import plan_model
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
 from tests.engine.runtimes.torch_oracle import load
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
@@ -114,8 +115,7 @@ def test_mlx_lays_a_gguf_file_out_and_refuses_what_would_grow_too_much(
 @pytest.mark.parametrize("folders", ["olmoe"], indirect=True)
 def test_a_gpu_has_slots_for_the_largest_expert_and_room_to_unpack_one(folders: tuple[Path, Path]) -> None:
     _, folder = folders
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     sizes = sizes_of(open_model(folder)).for_runtime("torch", on_gpu=True)
     large, small = (experts.place(layer, 0).nbytes for layer in (0, 1))
     assert small < sizes.slab_bytes < large == sizes.slot_bytes

@@ -19,9 +19,8 @@ from engine.models.folders import checkpoint
 from engine.models.folders.opening import open_model
 from engine.models.folders.weight_layout import layout_of
 from engine.models.formats.mapped_file import OwnMemory
-from engine.models.formats.model_files import StoredTensor
 from engine.runtimes.choosing import refuse_download
-from engine.runtimes.torch.offload.torch_tensors import unpacked
+from tests.support.opened_experts import assert_same_values, values_of
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import whole_blocks
 from tests.support.tiny_models import write_tiny_model
@@ -58,10 +57,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("source") / "qwen3_moe", "qwen3_moe", **sizes)
 
 
-def wide(stored: StoredTensor) -> np.ndarray[Any, Any]:
-    return unpacked(stored, torch.float32).numpy()
-
-
 @pytest.mark.parametrize(("name", "files"), [(name, 1 + 2 * (place % 2)) for place, name in enumerate(FORMS)])
 def test_every_weight_is_what_its_tensors_stand_for(tmp_path: Path, source: Path, name: str, files: int) -> None:
     form = FORMS[name]
@@ -71,20 +66,14 @@ def test_every_weight_is_what_its_tensors_stand_for(tmp_path: Path, source: Path
     assert found.experts.dtype == ("GROUPED_NVFP4" if form.in_nvfp4 else f"AFFINE{form.bits}") and found.repacks
     said = found.repack(quiet)
     assert any("round inputs" in line for line in said) == (form.kind == "int-quantized" or form.in_nvfp4)
-    for layer in found.experts.layers:
-        for number in range(found.experts.count):
-            ours, theirs = found.experts.expert(layer, number), wanted.experts.expert(layer, number)
-            for part in ("gate", "up", "down"):
-                stored, plain = getattr(ours, part), getattr(theirs, part)
-                assert stored.shape == plain.shape
-                assert (wide(stored) == plain.words.view(np.float32)).all()
+    assert_same_values(found.experts, wanted.experts)
     truth_trunk = dict(wanted.trunk())
     grouped = {name for name, stored in found.trunk() if stored.scales is not None}
     assert "model.layers.0.self_attn.q_proj.weight" in grouped
     assert grouped.isdisjoint(("model.layers.0.mlp.gate.weight", "lm_head.weight"))
     for tensor, stored in found.trunk():
         if tensor in grouped:
-            assert (wide(stored) == truth_trunk[tensor].words.view(np.float32)).all()
+            assert (values_of(stored) == truth_trunk[tensor].words.view(np.float32)).all()
     assert found.trunk_bytes == sum(stored.nbytes for _, stored in found.trunk())
 
 
@@ -144,10 +133,10 @@ def test_a_node_computes_its_own_experts_only(tmp_path: Path, source: Path) -> N
     done: list[int] = []
     found.repack(lambda stage, at, total, unit: done.append(total), {0: (), 1: (2,)}, trunk=False)
     assert set(done) == {found.experts.place(1, 2).nbytes}
-    assert (wide(found.experts.expert(1, 2).up) == wanted.experts.expert(1, 2).up.words.view(np.float32)).all()
-    assert not wide(found.experts.expert(1, 1).up).any()
+    assert (values_of(found.experts.expert(1, 2).up) == wanted.experts.expert(1, 2).up.words.view(np.float32)).all()
+    assert not values_of(found.experts.expert(1, 1).up).any()
     found.repack(quiet)
-    assert found.repack(quiet) == [] and wide(found.experts.expert(1, 1).up).any()
+    assert found.repack(quiet) == [] and values_of(found.experts.expert(1, 1).up).any()
 
 
 def test_modules_that_are_left_out_stay_plain(tmp_path: Path, source: Path) -> None:
@@ -232,7 +221,7 @@ def test_an_order_of_activations_that_changes_nothing_runs(tmp_path: Path, sourc
     found, wanted = open_model(folder), open_model(truth)
     found.repack(quiet)
     assert found.experts is not None and wanted.experts is not None
-    assert (wide(found.experts.expert(0, 0).down) == wanted.experts.expert(0, 0).down.words.view(np.float32)).all()
+    assert (values_of(found.experts.expert(0, 0).down) == wanted.experts.expert(0, 0).down.words.view(np.float32)).all()
 
 
 @pytest.mark.parametrize("name", ["AWQ", "GPTQ", "pack-quantized, zero points", "int-quantized", "NVFP4, ModelOpt"])

@@ -21,6 +21,7 @@ from engine.planning.placement import Placement
 from tests.engine.cluster.ring_places import placed
 from tests.engine.runtimes.native_oracle import needs_kernels
 from tests.engine.runtimes.subjects import FP8, PUBLISHED, ZERO_POINTS
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 from tests.support.shards import offer_part, send
 
@@ -70,7 +71,7 @@ def test_a_central_node_repacks_its_own_experts(
 ) -> None:
     monkeypatch.setattr("engine.models.folders.checkpoint._WORTH_SAYING", 1)
     folder, truth = grouped("qwen3_moe", "GPTQ")
-    layers = open_model(folder).experts.layers  # type: ignore[union-attr]
+    layers = experts_of(folder).layers
     placement, alone = placed(layers, 4, 2), placed(layers, 4, 1)
     share = share_of(folder, placement, 1, tmp_path, trunk=False)
     request = Load(id=1, model=folder.name, dtype="float32", cpu_threads=1)
@@ -87,8 +88,7 @@ def test_a_central_node_repacks_its_own_experts(
 
 
 def test_an_expert_that_is_not_here_is_named(tiny_model: Callable[..., Path]) -> None:
-    experts = open_model(tiny_model("mixtral")).experts
-    assert experts is not None
+    experts = experts_of(tiny_model("mixtral"))
     placement = placed((0, 1, 2), 8, 2)
     less = HeldExperts(experts, dict.fromkeys(experts.layers, (0, 1, 2, 3)))
     with pytest.raises(ModelError, match=r"Experts \[4, 6\] of layer 0"):

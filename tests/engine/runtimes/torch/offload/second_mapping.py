@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from engine.models.folders.opening import open_model
 from engine.runtimes.torch.offload.host_memory import HostExperts
+from tests.support.opened_experts import experts_of
 
 
 def measure(folder: str) -> NoReturn:
     """Print the bytes of memory that locking and reading all experts takes, and those of the experts."""
-    experts = open_model(Path(folder)).experts
-    assert experts is not None
+    experts = experts_of(Path(folder))
     host = HostExperts(experts)
     before = anonymous_bytes()
     host.lock(lambda address, nbytes: None, lambda address: None, lambda *_: None)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.folders.opening import open_model
 from engine.runtimes.torch.offload.cuda_device import CudaDevice, find_gpu, unusable_reason
 from engine.runtimes.torch.offload.devices import DeviceLost, OutOfDeviceMemory, ResidentExpert, tensors_in
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.local_torch import run_expert
 from engine.system import machine
+from tests.support.opened_experts import experts_of
 
 needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 SILU = FamilyGate(Activation("silu"), Activation("silu"))
@@ -54,8 +54,7 @@ class TestCuda:
     pytestmark = needs_gpu
 
     def test_an_expert_runs_from_its_slot(self, device: CudaDevice, tiny_model: Callable[..., Path]) -> None:
-        experts = open_model(tiny_model("mixtral")).experts
-        assert experts is not None
+        experts = experts_of(tiny_model("mixtral"))
         host = HostExperts(experts)
         lines = host.lock(device.lock_pages, device.unlock_pages, lambda *_: None)
         slots = device.allocate(host.slot_bytes, 2)

@@ -26,6 +26,7 @@ from tests.engine.cluster.ring_conversation import all_conversations, conversati
 from tests.engine.cluster.ring_places import placed, places
 from tests.engine.runtimes.subjects import FP8, GROUPED_MODELS, PUBLISHED, prompt_of
 from tests.engine.runtimes.torch_oracle import library_run, our_run, typical, worst
+from tests.support.opened_experts import experts_of
 from tests.support.pairwise import in_turn
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES
@@ -53,8 +54,7 @@ def load(folder: Path, place: RingPlace | None = None, **options: Any) -> TorchM
 
 
 def room_for(folder: Path, experts: int) -> int:
-    found = open_model(folder).experts
-    assert found is not None
+    found = experts_of(folder)
     return experts * found.place(found.layers[0], found.held(found.layers[0])[0]).nbytes + 1000
 
 
@@ -134,8 +134,7 @@ def test_blocks_unpack_as_on_the_cpu(kind: str, dtype: torch.dtype) -> None:
 def test_a_ring_in_which_one_machine_has_a_gpu(mode: Any, tiny_model: Callable[..., Path]) -> None:
     """The trunk is on the CPU, the GPU runs experts alone."""
     folder = tiny_model("qwen3_moe")
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     alone = conversation(load(folder, partitioning="cpu"))
     made = places(placed(tuple(experts.layers), experts.count, 2, "overlapping"), mode)
     models = [

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from benchmarks.packed_blocks import block_of, random_blocks
-from engine.models.folders.opening import open_model
 from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, GROUPED, words_shape
 from engine.moe.kernels import bindings
 from engine.runtimes.torch.offload import cuda_experts
@@ -35,6 +34,7 @@ from engine.runtimes.torch.offload.devices import SlotLayout, SlotMatrix, tensor
 from engine.runtimes.torch.offload.gates import Activation
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.local_torch import run_expert
+from tests.support.opened_experts import experts_of
 from tests.support.shared_folders import shared_root, written_once
 
 NATIVE = Path(bindings.__file__).parent / "native"
@@ -283,8 +283,7 @@ def test_experts_as_files_hold_them(
     family: str, dtype: str, tiny_model: Callable[..., Path], launcher: EmulatedLauncher
 ) -> None:
     """The layouts of real checkpoints, interleaved and transposed ones too: run, or left to torch."""
-    experts = open_model(tiny_model(family, dtype=dtype)).experts
-    assert experts is not None
+    experts = experts_of(tiny_model(family, dtype=dtype))
     host = HostExperts(experts)
     layout = host.layout(experts.layers[0])
     kernels = CudaExperts(launcher)

@@ -20,9 +20,10 @@ from engine.runtimes.torch.offload.torch_tensors import stored_dtype, view
 from tests.engine.runtimes.torch.offload import second_mapping
 from tests.support.engine_forks import with_libraries
 from tests.support.hooked_engine import hooked
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import Layout, whole_blocks, write_tiny_gguf
-from tests.support.tiny_models import TINY_MOE_FAMILIES, experts_of, write_tiny_model
+from tests.support.tiny_models import TINY_MOE_FAMILIES, write_tiny_model
 
 
 def slot_of(host: HostExperts, layer: int, expert: int) -> torch.Tensor:

@@ -24,8 +24,9 @@ from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.local import make_cpu_backend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
+from tests.support.opened_experts import experts_of
 from tests.support.pairwise import pairwise
-from tests.support.tiny_models import experts_of, write_tiny_model
+from tests.support.tiny_models import write_tiny_model
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Hidden rows, indices, weights."""

@@ -14,7 +14,6 @@ from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, TimedCpu, 
 from engine.calibration.calibration_file import calibration_key, save_calibration, shape_of
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
-from engine.models.folders.opening import open_model
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.residency import resident_model
@@ -29,6 +28,7 @@ from engine.runtimes.torch.runtime import TorchRuntime
 from engine.session.session import Session
 from engine.system.free_memory import RESERVE_BYTES
 from tests.engine.runtimes.torch.offload.test_hybrid_models import MEMORY, PROMPT, executor_of, greedy, load, same
+from tests.support.opened_experts import experts_of
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -71,8 +71,7 @@ def said(model: TorchModel) -> list[str]:
 
 def calibrated(folder: Path, speeds: Speeds) -> Calibration:
     """Let the machine be measured with these speeds, true or not."""
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     shape = shape_of(experts)
     measured = calibration_of(speeds, shape.expert_bytes)
     key = calibration_key("float32", 1, StandInDevice.name)

@@ -13,7 +13,6 @@ import pytest
 from benchmarks.stand_in_device import StandInDevice
 from engine.errors import ModelError
 from engine.ipc.messages import ExpertPolicy, Generate, Load, Notice, Piece
-from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.torch.model import TorchModel
@@ -21,6 +20,7 @@ from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.runtime import TorchRuntime
 from engine.session.session import Session
 from tests.support.controls import Watching
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 from tests.support.tiny_models import TINY_MOE_FAMILIES
 
@@ -111,8 +111,7 @@ def test_families_give_the_same_bits_for_every_policy_and_cache(
         if not bank.exists():
             prepare(folder, bank, quiet)
         folder = bank
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     if folder not in answers:
         streaming = load(folder, StandInDevice(MEMORY), policy="stream")
         answers[folder] = (greedy(load(folder, None), steps=FEW), greedy(streaming, steps=FEW))
@@ -151,8 +150,7 @@ def test_bfloat16_and_another_dtype_than_the_stored_one(tiny_model: Callable[...
 def test_facts_and_a_plan_that_cannot_fit(tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model("mixtral")
     model = load(folder, StandInDevice(MEMORY))
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     assert model.facts.gpu_expert_bytes == experts.nbytes
     assert model.facts.executor.startswith("hybrid (balanced; 100% of the experts on the stand-in; CPU: local (")
     assert model.recorder.frame(0).resident == [list(range(8))] * 3

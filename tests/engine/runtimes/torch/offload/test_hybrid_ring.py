@@ -16,7 +16,6 @@ from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, calibratio
 from engine.cluster.central import CentralHead, CentralNode
 from engine.errors import PeerLost
 from engine.ipc.messages import ExpertPolicy, Load
-from engine.models.folders.opening import open_model
 from engine.moe.expert_parallel import Mode, RankContext
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.protocol import Logits, RingPlace
@@ -27,6 +26,7 @@ from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.cluster.memory_exchange import MemoryRing, on_all_ranks
 from tests.engine.cluster.ring_conversation import all_conversations, assert_same, conversation
 from tests.engine.cluster.ring_places import PLACEMENTS, placement_for, places
+from tests.support.opened_experts import experts_of
 from tests.support.pairwise import in_turn, pairwise
 from tests.support.progress import quiet
 
@@ -118,8 +118,7 @@ def test_packed_experts_are_shared_with_a_device_in_a_ring(
     if kernels == "off":
         monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
     folder = packed("qwen3_moe", stored)
-    experts = open_model(folder).experts
-    assert experts is not None
+    experts = experts_of(folder)
     alone = conversation(load(folder, None, None))
     devices: Devices = [StandInDevice(MEMORY), StandInDevice(MEMORY)]
     room = 3 * experts.place(0, 0).nbytes

@@ -19,7 +19,8 @@ from engine.runtimes.torch.offload.local import TorchKernelBackend, make_cpu_bac
 from engine.runtimes.torch.offload.local_torch import TorchBackend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.runtimes.torch.offload.torch_tensors import view
-from tests.support.tiny_models import experts_of, write_tiny_model
+from tests.support.opened_experts import experts_of
+from tests.support.tiny_models import write_tiny_model
 
 LAYER, K = 1, 2
 CPU = torch.device("cpu")

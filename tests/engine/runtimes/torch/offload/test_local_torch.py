@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.formats.model_files import Experts
 from engine.runtimes.torch.offload import local_torch
 from engine.runtimes.torch.offload.local_torch import FEW_ROUTES, ExpertTensors, TorchBackend
 from tests.engine.runtimes.torch.offload.test_local import LAYER, K, one_by_one, routes
+from tests.support.opened_experts import experts_of
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -26,8 +26,7 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "prepared":
         prepare(folder, root / "prepared", lambda *_: None)
         folder = root / "prepared"
-    found = open_model(folder).experts
-    assert found is not None
+    found = experts_of(folder)
     return found
 
 

@@ -11,17 +11,16 @@ import torch
 from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, TimedCpu
 from engine.calibration.calibration_file import shape_of
 from engine.calibration.expert_cost import calibration_of, measure
-from engine.models.folders.opening import open_model
 from engine.models.formats.model_files import Experts
 from engine.runtimes.torch.offload.devices import DeviceError
 from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide, calls_in_turn, gpu_side, open_gpu_side
+from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 
 
 @pytest.fixture
 def experts(tiny_model: Callable[..., Path]) -> Experts:
-    found = open_model(tiny_model("mixtral")).experts
-    assert found is not None
+    found = experts_of(tiny_model("mixtral"))
     return found
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from engine.calibration import reading_rates
-from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.moe.kernels import bindings
 from engine.runtimes.torch.offload import local
 from engine.runtimes.torch.offload.tensor_backend import ReadAhead
 from tests.engine.runtimes.torch_oracle import load, prompt
+from tests.support.opened_experts import experts_of
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -51,8 +51,7 @@ def test_pages_asked_for_cover_the_expert_and_little_else(tmp_path: Path) -> Non
     plain = write_tiny_model(tmp_path / "plain", "mixtral", hidden_size=128, intermediate_size=200)
     prepare(plain, tmp_path / "prepared", lambda *_: None)
     for folder in (plain, tmp_path / "prepared"):
-        experts = open_model(folder).experts
-        assert experts is not None
+        experts = experts_of(folder)
         for expert in range(experts.count):
             weights = experts.expert(1, expert)
             ranges = experts.place(1, expert).page_ranges()
