@@ -51,12 +51,12 @@ _JOINING = (
 )
 _EMOJI = "\u2190-\u21ff\u2300-\u23ff\u2600-\u27bf\u2b00-\u2bff\U0001f000-\U0001faff"
 _IDEOGRAPHS = "\u3005-\u3007\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-_WITH_FORMS = f"#*0-9\xa9\xae\u1000-\u109f\u2010-\u2bff\u3008-\u33ff\ua840-\ua877{_IDEOGRAPHS}{_EMOJI}"
+_WITH_FORMS = f"#*0-9\xa9\xae\u1000-\u109f\u2010-\u2bff\u3008-\u33ff\ua840-\ua877{_EMOJI}"
 _AFTER = {
     "\u200c": f"[{_JOINING}]",
     "\u200d": f"[{_JOINING}{_EMOJI}]|[{_WITH_FORMS}]\ufe0f",
     "\u180b-\u180f": "[\u1820-\u18aa]",
-    "\ufe00-\ufe0f": f"[{_WITH_FORMS}]",
+    "\ufe00-\ufe0f": f"[{_WITH_FORMS}{_IDEOGRAPHS}]",
     "\U000e0100-\U000e01ef": f"[{_IDEOGRAPHS}]",
 }
 """Joiners and selectors of a form, with what stands before those that change what is seen."""

@@ -17,6 +17,11 @@ typedef simde__mmask32 __mmask32;
 typedef simde__mmask64 __mmask64;
 #define _MM_FROUND_NO_EXC SIMDE_MM_FROUND_NO_EXC
 #define _MM_PERM_ENUM int
+/* A macro of several arguments may stand for them, as in a call of a function. */
+#undef _mm_setr_epi8
+#define _mm_setr_epi8(...) simde_mm_setr_epi8(__VA_ARGS__)
+#undef _mm_setr_epi16
+#define _mm_setr_epi16(...) simde_mm_setr_epi16(__VA_ARGS__)
 #undef _mm512_madd_epi16
 #define _mm512_madd_epi16(v, w) simde_mm512_madd_epi16(v, w)
 
@@ -76,6 +81,8 @@ STATIC simde__m512 _mm512_cvtph_ps(simde__m256i v) {
 MAPPED(_mm512_maskz_loadu_ps, m512, f32, (simde__mmask16 k, const void *from), const float *at = from, 16,
        k >> i & 1 ? at[i] : 0)
 MAPPED(_mm512_maskz_loadu_epi8, m512i, u8, (simde__mmask64 k, const void *from), const uint8_t *at = from, 64,
+       k >> i & 1 ? at[i] : 0)
+MAPPED(_mm_maskz_loadu_epi8, m128i, u8, (simde__mmask16 k, const void *from), const uint8_t *at = from, 16,
        k >> i & 1 ? at[i] : 0)
 STATIC simde__m512i _mm512_maskz_loadu_epi16(simde__mmask32 k, const void *from) {
     simde__m512i_private r;
