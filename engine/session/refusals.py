@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from engine.errors import ModelError
-from engine.ipc.messages import MOST_SAMPLES, Generate, Load
+from engine.ipc.messages import MOST_SAMPLES, Generate, Load, Message
 from engine.models.text.tool_formats import ToolFormat, offered_tools
 
 
@@ -43,6 +45,16 @@ def refuse_beside_beams(request: Generate) -> None:
     for what, wanted in asked.items():
         if wanted:
             raise ModelError(f"Beam search cannot do {what}; use 1 beam, or leave that out.", kind="bad-input")
+
+
+def refuse_pictures(messages: Sequence[Message], model: str) -> None:
+    """Raises ModelError (bad-input) if there are pictures, which ``model`` does not see."""
+    count = sum(len(message.pictures) for message in messages)
+    if count:
+        what = "a picture" if count == 1 else f"{count} pictures"
+        raise ModelError(
+            f"The question holds {what}, and {model} sees none: leave that out, or load a model that sees.", "bad-input"
+        )
 
 
 def with_usable_tools(request: Generate, form: ToolFormat | None) -> tuple[Generate, list[str]]:

@@ -45,7 +45,7 @@ from engine.runtimes.protocol import (
 from engine.session.constrained import Constraining
 from engine.session.disk_prefixes import DiskPrefixes
 from engine.session.prefix_cache import PrefixCache
-from engine.session.refusals import check_samples, refuse_beside_beams, with_usable_tools
+from engine.session.refusals import check_samples, refuse_beside_beams, refuse_pictures, with_usable_tools
 from engine.session.sampled_answers import SampleRun
 from engine.session.token_history import ChatTokenizer, TokenHistory
 from engine.session.turn import Answer, Emit, Turn, TurnControl
@@ -346,6 +346,7 @@ class Session:
         Raises ModelError (context) if it exceeds both the context and ``most`` tokens.
         """
         messages = request.messages or []
+        refuse_pictures(messages, self.facts.name)
         # A text that is too long by itself is not rendered, either.
         self._refuse_if_it_exceeds("\n".join(message.content for message in messages), most)
         variables = template_variables(request.thinking, request.effort)

@@ -10,7 +10,9 @@ The imports below are the table of public names: ``X as X`` exports X.
 from __future__ import annotations
 
 from engine.ipc.messages.parts import (
+    LARGEST_PICTURE as LARGEST_PICTURE,
     MOST_LOGPROBS as MOST_LOGPROBS,
+    MOST_PICTURE_BYTES as MOST_PICTURE_BYTES,
     MOST_SAMPLES as MOST_SAMPLES,
     Constraint as Constraint,
     FinishReason as FinishReason,
@@ -74,6 +76,7 @@ from engine.ipc.messages.parts import (
     ModelFacts as ModelFacts,
     Partitioning as Partitioning,
     PhaseTimes as PhaseTimes,
+    PictureFile as PictureFile,
     RuntimeName as RuntimeName,
     Sampling as Sampling,
     ReasoningFacts as ReasoningFacts,

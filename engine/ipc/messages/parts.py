@@ -20,6 +20,20 @@ engine.planning.policy)."""
 BenchKind = Literal["decode", "prefill", "beams", "experts", "exchange", "ring", "residency"]
 
 
+LARGEST_PICTURE = 20_000_000
+"""Maximum bytes of a picture's file."""
+MOST_PICTURE_BYTES = 48_000_000
+"""Maximum bytes of all pictures of a question. They are part of one frame (:data:`FRAME_LIMIT`)."""
+
+
+class PictureFile(msgspec.Struct, frozen=True):
+    """A picture in a message: the bytes of a PNG, JPEG, WebP, GIF or BMP file, as it is."""
+
+    data: bytes
+    place: int = 0
+    """Number of characters of the message's text that come before the picture."""
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of a conversation, in the form that chat templates take."""
 
@@ -32,6 +46,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """The assistant's calls of tools, after its text."""
     tool_call_id: str = ""
     """For a tool's result: the id of the call that it answers."""
+    pictures: list[PictureFile] = []
+    """Pictures in a person's message, in the order of their places."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

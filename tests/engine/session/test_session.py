@@ -19,6 +19,7 @@ from engine.ipc.messages import (
     Generate,
     Load,
     Message,
+    PictureFile,
     Piece,
     Prefill,
     Sampling,
@@ -599,6 +600,18 @@ def test_tokens_are_counted_without_a_template(ask: Ask) -> None:
     ask.session._tokenizer = None
     with pytest.raises(ModelError, match="has no tokenizer"):
         ask.session.count_tokens(CountTokens(id=3, texts=["x"]))
+
+
+def test_a_model_that_sees_nothing_refuses_pictures_and_goes_on(ask: Ask) -> None:
+    picture = PictureFile(b"\x89PNG", 3)
+    seen = [Message("user", "who", pictures=[picture, picture]), Message("assistant", "me"), Message("user", "why")]
+    with pytest.raises(ModelError, match=f"holds 2 pictures, and {ask.session.facts.name} sees none") as refused:
+        ask(messages=seen, max_tokens=2)
+    assert refused.value.kind == "bad-input"
+    with pytest.raises(ModelError, match="holds a picture"):
+        question = Generate(id=1, messages=[Message("user", "who", pictures=[picture])])
+        ask.session.count_tokens(CountTokens(id=3, question=question))
+    assert ask(messages=[Message("user", "who")], max_tokens=2).completion_tokens == 2
 
 
 def test_ends_come_from_the_models_files(tmp_path: Path) -> None:
