@@ -521,7 +521,7 @@ def _read_headers(
         return slab_headers(folder, config, family), False, {}
     gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
     if gguf is None or any(folder.glob("*.safetensors")):
-        headers = language_tensors(_safetensors_headers(folder, progress), config)
+        headers = language_tensors(safetensors_headers(folder, progress), config)
         headers, changes = as_transformers(gathered(headers, config), config)
         refuse_names((name for header in headers.values() for name in header), config)
         return headers, False, changes
@@ -531,7 +531,7 @@ def _read_headers(
         return entries_of(opened, architecture, config), record.paired_rotary, record.changes(config)
 
 
-def _safetensors_headers(folder: Path, progress: ProgressCallback | None) -> dict[str, dict[str, TensorEntry]]:
+def safetensors_headers(folder: Path, progress: ProgressCallback | None = None) -> dict[str, dict[str, TensorEntry]]:
     index = folder / INDEX
     if index.is_file():
         return _indexed_headers(folder, index, progress)

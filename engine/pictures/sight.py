@@ -1,0 +1,225 @@
+"""How a model sees: the grid of tokens that a picture of a given size becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.errors import ModelError, damaged, shown
+from engine.models.architectures.config_values import LARGEST
+
+MOST_TOKENS = 2048
+"""Maximum tokens of a picture. Larger ones are scaled down: the work of a tower grows with the square, and models allow
+pictures that would take a processor hours."""
+_LONGEST = 200
+"""Maximum ratio of a picture's sides."""
+_GEMMA_TOKENS = (70, 140, 280, 560, 1120)
+"""Numbers of tokens that Gemma's pictures may have at most."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The tokens of a picture: ``rows`` x ``columns``, row by row. The picture is scaled to ``height`` x ``width``
+    pixels before."""
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How a model sees pictures.
+
+    A picture is scaled, cut into patches of ``patch`` x ``patch`` pixels, and ``merge`` x ``merge`` patches become a
+    token.
+    """
+
+    family: str
+    """``model_type`` of the whole model, a key of :data:`TOWERS`."""
+    placeholder: int
+    """Id of the token that stands for a picture in a prompt, once for each of its tokens."""
+    patch: int
+    merge: int
+    most: int
+    """Maximum tokens of a picture."""
+    least: int = 1
+    """Minimum tokens of a picture, as far as its sides allow."""
+    given: int = 0
+    """Id of the token whose other embeddings (:attr:`DecoderRecord.own_input`) the rows of a picture have."""
+    together: bool = False
+    """Whether the tokens of a picture see each other, also those after them."""
+    spread: bool = False
+    """Whether a token's position is its place in the picture (mrope), not its place in the text."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """What is taken from red, green and blue, each from 0 to 1."""
+    deviation: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """What they are divided by then."""
+
+    @property
+    def side(self) -> int:
+        """Pixels of a side of the square that becomes a token."""
+        return self.patch * self.merge
+
+    def grid(self, height: int, width: int) -> Grid:
+        """The grid of a picture of ``height`` x ``width`` pixels.
+
+        Raises ModelError (bad-input) if it is too long and narrow.
+        """
+        longer, shorter = max(height, width), min(height, width)
+        if longer > _LONGEST * shorter:
+            raise ModelError(
+                f"A picture of {width} x {height} pixels is more than {_LONGEST} times as long as wide; cut it.",
+                "bad-input",
+            )
+        rows, columns = TOWERS[self.family].scaled(self, height, width)
+        return Grid(rows, columns, rows * self.side, columns * self.side)
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A family of models that see."""
+
+    prefixes: tuple[tuple[str, str], ...]
+    """Beginnings of the names of the tower's tensors in checkpoints, and what stands there in transformers' model."""
+    read: Callable[[str, Mapping[str, Any], Mapping[str, Any]], Sight]
+    """The sight by the name of the family, ``config.json`` and the settings of the image processor."""
+    scaled: Callable[[Sight, int, int], tuple[int, int]]
+    """Rows and columns of a picture of a height and a width."""
+
+
+def sight_of(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Sight | None:
+    """How the model of ``config.json`` sees, with the settings of its image processor (empty: as published).
+
+    None if it sees no pictures, or in a way that is not known. Raises ModelError if a setting is damaged.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in TOWERS or not isinstance(config.get("vision_config"), Mapping):
+        return None
+    return TOWERS[family].read(family, config, processor)
+
+
+# --- Qwen -------------------------------------------------------------------------------------------------------------
+
+
+def _qwen(family: str, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Sight:
+    vision = config["vision_config"]
+    patch, merge = _number(vision, "patch_size", 16), _number(vision, "spatial_merge_size", 2)
+    size = processor.get("size")
+    size = size if isinstance(size, Mapping) else {}
+    # Older files have the limits beside the size.
+    least = _number(processor, "min_pixels", _number(size, "shortest_edge", 65_536))
+    most = _number(processor, "max_pixels", _number(size, "longest_edge", 16_777_216))
+    for key, expected in (("patch_size", patch), ("merge_size", merge)):
+        if _number(processor, key, expected) != expected:
+            raise damaged(f"The image processor's {key} is {processor[key]}, and the tower's {expected}")
+    area = (patch * merge) ** 2
+    sight = Sight(
+        family,
+        _number(config, "image_token_id", 248_056, least=0),
+        patch,
+        merge,
+        most=max(1, min(most // area, MOST_TOKENS)),
+        spread=True,
+    )
+    return _with_colours(replace(sight, least=max(1, min(-(-least // area), sight.most))), processor)
+
+
+def _qwen_scaled(sight: Sight, height: int, width: int) -> tuple[int, int]:
+    """The nearest size, or the largest or smallest of the same proportions that is allowed."""
+    side, area = sight.side, sight.side**2
+    rows, columns = round(height / side), round(width / side)
+    if rows * columns > sight.most:
+        scale = math.sqrt((height * width) / (sight.most * area))
+        return max(1, math.floor(height / scale / side)), max(1, math.floor(width / scale / side))
+    if rows * columns < sight.least:
+        scale = math.sqrt(sight.least * area / (height * width))
+        return math.ceil(height * scale / side), math.ceil(width * scale / side)
+    return rows, columns
+
+
+# --- Gemma ------------------------------------------------------------------------------------------------------------
+
+
+def _gemma(family: str, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Sight:
+    vision, text = config["vision_config"], config.get("text_config")
+    text = text if isinstance(text, Mapping) else {}
+    most = _number(processor, "max_soft_tokens", 280)
+    if most not in _GEMMA_TOKENS:
+        raise damaged(f"The image processor's max_soft_tokens is {most}, not one of {_GEMMA_TOKENS}")
+    patch, merge = _number(vision, "patch_size", 16), _number(vision, "pooling_kernel_size", 3)
+    for key, expected in (("patch_size", patch), ("pooling_kernel_size", merge)):
+        if _number(processor, key, expected) != expected:
+            raise damaged(f"The image processor's {key} is {processor[key]}, and the tower's {expected}")
+    return Sight(
+        family,
+        _number(config, "image_token_id", 258_880, least=0),
+        patch,
+        merge,
+        most,
+        given=_number(text, "pad_token_id", 0, least=0),
+        together=text.get("use_bidirectional_attention") == "vision",
+        mean=(0.0, 0.0, 0.0),
+        deviation=(1.0, 1.0, 1.0),
+    )
+
+
+def _gemma_scaled(sight: Sight, height: int, width: int) -> tuple[int, int]:
+    """The largest size of the same proportions that is allowed, also for a small picture."""
+    side = sight.side
+    scale = math.sqrt(sight.most * side**2 / (height * width))
+    rows, columns = math.floor(scale * height / side), math.floor(scale * width / side)
+    if not rows:
+        return 1, min(width // height, sight.most)
+    if not columns:
+        return min(height // width, sight.most), 1
+    return rows, columns
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _number(settings: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
+    value = settings.get(key)
+    value = default if value is None else value
+    if type(value) is not int or not least <= value <= LARGEST:
+        raise damaged(f"The setting {key} for pictures is {shown(value)}, not a whole number from {least} to {LARGEST}")
+    return value
+
+
+def _with_colours(sight: Sight, processor: Mapping[str, Any]) -> Sight:
+    def three(key: str, default: tuple[float, float, float], least: float) -> tuple[float, float, float]:
+        values = processor.get(key)
+        if values is None:
+            return default
+        numbers = values if isinstance(values, list) else []
+        if len(numbers) != 3 or not all(type(each) in (int, float) and least <= each <= 1 for each in numbers):
+            raise damaged(f"The setting {key} for pictures is {shown(values)}, not three numbers from {least} to 1")
+        red, green, blue = map(float, numbers)
+        return red, green, blue
+
+    return replace(
+        sight, mean=three("image_mean", sight.mean, 0.0), deviation=three("image_std", sight.deviation, 0.001)
+    )
+
+
+_QWEN = Tower((("model.visual.", ""), ("visual.", "")), _qwen, _qwen_scaled)
+_GEMMA = Tower(
+    (
+        ("model.vision_tower.", "vision_tower."),
+        ("model.embed_vision.", "embed_vision."),
+        ("vision_tower.", "vision_tower."),
+        ("embed_vision.", "embed_vision."),
+    ),
+    _gemma,
+    _gemma_scaled,
+)
+TOWERS: Mapping[str, Tower] = {"qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "gemma4": _GEMMA}
+"""The families that see, by ``model_type`` of the whole model."""

@@ -1,0 +1,114 @@
+"""Sizes of pictures are those of transformers' own image processors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import ModelError
+from engine.pictures.sight import MOST_TOKENS, Sight, sight_of
+
+QWEN: dict[str, Any] = {"model_type": "qwen3_5", "image_token_id": 7, "vision_config": {"patch_size": 16}}
+GEMMA: dict[str, Any] = {
+    "model_type": "gemma4",
+    "image_token_id": 9,
+    "vision_config": {},
+    "text_config": {"pad_token_id": 3, "use_bidirectional_attention": "vision"},
+}
+
+
+def sight(config: dict[str, Any], processor: dict[str, Any] | None = None) -> Sight:
+    found = sight_of(config, processor or {})
+    assert found is not None
+    return found
+
+
+def test_what_is_read_of_a_qwen() -> None:
+    found = sight(QWEN, {"size": {"shortest_edge": 4096, "longest_edge": 102_400}, "image_mean": [0.1, 0.2, 0.3]})
+    assert found == Sight("qwen3_5", 7, 16, 2, most=100, least=4, spread=True, mean=(0.1, 0.2, 0.3))
+    assert sight(QWEN).most == MOST_TOKENS
+
+
+def test_what_is_read_of_a_gemma() -> None:
+    found = sight(GEMMA, {"max_soft_tokens": 70})
+    assert (found.placeholder, found.given, found.together, found.spread) == (9, 3, True, False)
+    assert (found.side, found.most, found.mean, found.deviation) == (48, 70, (0.0,) * 3, (1.0,) * 3)
+    causal = GEMMA | {"text_config": {"use_bidirectional_attention": None}}
+    assert not sight(causal).together
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "value"),
+    [
+        (QWEN | {"vision_config": {"patch_size": 0}}, {}, "0"),
+        (QWEN, {"patch_size": 14}, "14"),
+        (QWEN, {"size": {"longest_edge": "many"}}, "many"),
+        (QWEN, {"image_std": [0.5, 0.0, 0.5]}, "0.0"),
+        (QWEN, {"image_mean": "grey"}, "grey"),
+        (QWEN | {"image_token_id": -1}, {}, "-1"),
+        (GEMMA, {"max_soft_tokens": 71}, "71"),
+        (GEMMA, {"pooling_kernel_size": 2}, "2"),
+    ],
+)
+def test_damaged_settings_are_a_sentence(config: dict[str, Any], processor: dict[str, Any], value: str) -> None:
+    with pytest.raises(ModelError, match=value):
+        sight_of(config, processor)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "llama", "vision_config": {}}, {"model_type": "gemma4"}])
+def test_other_models_see_nothing(config: dict[str, Any]) -> None:
+    assert sight_of(config, {}) is None
+
+
+def test_a_picture_too_narrow_is_refused() -> None:
+    for config in (QWEN, GEMMA):
+        with pytest.raises(ModelError, match="2010 x 10 pixels") as caught:
+            sight(config).grid(10, 2010)
+        assert caught.value.kind == "bad-input"
+
+
+SIDES = st.integers(1, 3000)
+
+
+@given(SIDES, SIDES)
+def test_sizes_of_qwen_are_the_librarys(height: int, width: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    found = sight(QWEN)
+    if max(height, width) > 200 * min(height, width):
+        return
+    grid = found.grid(height, width)
+    assert (grid.height, grid.width) == smart_resize(height, width, 32, 65_536, MOST_TOKENS * 32 * 32)
+    assert grid.tokens == grid.height * grid.width // 32**2
+
+
+@given(SIDES, SIDES, st.sampled_from([70, 140, 280, 1120]))
+def test_sizes_of_gemma_are_the_librarys(height: int, width: int, most: int) -> None:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+    if max(height, width) > 200 * min(height, width):
+        return
+    grid = sight(GEMMA, {"max_soft_tokens": most}).grid(height, width)
+    assert (grid.height, grid.width) == get_aspect_ratio_preserving_size(height, width, 16, most * 9, 3)
+    assert grid.tokens <= most
+
+
+@settings(max_examples=10)
+@given(st.integers(8, 300), st.integers(8, 300))
+def test_the_library_makes_as_many_patches_of_a_picture(height: int, width: int) -> None:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    if max(height, width) > 100 * min(height, width):
+        return
+    picture = np.zeros((height, width, 3), np.uint8)
+    size = {"shortest_edge": 65_536, "longest_edge": 1_000_000}
+    qwen = Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, size=size)(picture, return_tensors="np")
+    grid = sight(QWEN, {"size": size}).grid(height, width)
+    assert qwen["image_grid_thw"].tolist() == [[1, 2 * grid.rows, 2 * grid.columns]]
+    gemma = Gemma4ImageProcessorPil(max_soft_tokens=70)(picture, return_tensors="np")
+    assert [*gemma["num_soft_tokens_per_image"]] == [sight(GEMMA, {"max_soft_tokens": 70}).grid(height, width).tokens]
