@@ -160,6 +160,10 @@ class ChatController:
         """Number of messages that are not on disk."""
         return self._saver.unsaved
 
+    async def settle(self) -> None:
+        """Wait while another write locks the store, until everything is on disk or cannot be."""
+        await self._saver.settle()
+
     def submit(self, text: str, attachments: Sequence[Attachment] = ()) -> None:
         """Ask a new question at the end of the conversation, after the answer in progress and the questions queued.
 

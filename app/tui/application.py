@@ -223,6 +223,7 @@ class ChatApp(TerminalApp):
         if chat is None:
             self.exit(0)
             return
+        await chat.controller.settle()
         if chat.controller.unsaved and not self._warned(chat):
             return
         await chat.close()

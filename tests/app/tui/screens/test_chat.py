@@ -452,6 +452,22 @@ async def test_the_notice_of_text_not_saved_goes_when_it_is_saved(make_app: Make
             assert "not saved" not in "".join(shown(app))
 
 
+async def test_leaving_waits_for_a_short_lock_of_the_store(make_app: MakeApp, store: ConversationStore) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        await ask(pilot, app, "hello")
+        chat = controller(app)
+        with closing(sqlite3.connect(store.path, isolation_level=None)) as other:  # type: ignore[attr-defined]
+            other.execute("BEGIN IMMEDIATE")
+            chat.submit("again")
+            assert chat.unsaved
+            asyncio.get_running_loop().call_later(0.3, other.execute, "ROLLBACK")
+            await app.action_quit_chat()
+        assert app.return_code == 0
+        assert not chat.unsaved and "not saved" not in notice(app)
+
+
 def test_an_export_that_fails_says_why(tmp_path: Path) -> None:
     path = tmp_path / "nope" / "x.md"
     with pytest.raises(OSError) as failed:
