@@ -114,7 +114,10 @@ class Terminal:
 
     def end(self) -> int:
         """The exit status; the process must end by itself, and all that it drew has been read."""
-        status = self.process.wait(WAIT_S)
+        try:
+            status = self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"it never ended\n{self.drawn[-3000:]!r}") from late
         if self.master >= 0:
             self.until_quiet()
         return status
