@@ -1,4 +1,4 @@
-"""The language model in a checkpoint of a model that also sees pictures, as those of Gemma, Mistral and Qwen.
+"""The language model in a checkpoint of a model that also sees pictures, as those of Gemma, Llama, Mistral and Qwen.
 
 The checkpoint's ``config.json`` describes the language model in a section, and its tensors have a prefix. Here it gets
 the configuration and the names of the family's language model alone.
@@ -28,7 +28,10 @@ _PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "mod
 _OTHERS = tuple(
     prefix + part
     for prefix in ("", "model.")
-    for part in ("visual.", "vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.", "multi_modal_projector.")
+    for part in (
+        *("visual.", "vision_tower.", "vision_model.", "embed_vision.", "audio_tower.", "embed_audio."),
+        "multi_modal_projector.",
+    )
 )
 """Beginnings of the names of tensors of pictures and sounds."""
 

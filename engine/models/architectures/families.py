@@ -135,16 +135,6 @@ def _is_defined(model_type: str) -> bool:
     return any(f"{ending}(" in text for ending in _LANGUAGE_MODELS)
 
 
-def language_config(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """The part of ``config.json`` that describes the language model."""
-    if not family.config_section:
-        return completed(config)
-    section = config.get(family.config_section)
-    if not isinstance(section, Mapping):
-        raise damaged(f"config.json has no {family.config_section}, which a {family.model_type} model needs")
-    return completed(section, family)
-
-
 def renamed(config: dict[str, Any]) -> dict[str, Any]:
     """``config``, of a language model, with settings of older files as transformers names them now."""
     family = FAMILIES.get(str(config.get("model_type")))
@@ -156,12 +146,9 @@ _MAY_BE_NULL = frozenset(("sliding_window", "num_key_value_heads", "head_dim", "
 embeddings of layers."""
 
 
-def completed(config: Mapping[str, Any], family: Family | None = None) -> Mapping[str, Any]:
-    """``config``, of a language model, with what the record of its family says of settings that it leaves out.
-
-    ``family``: if ``config`` is a section, which does not name it.
-    """
-    family = FAMILIES.get(str(config.get("model_type"))) if family is None else family
+def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``config``, of a language model, with what the record of its family says of settings that it leaves out."""
+    family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         others = {usual: config[own] for own, usual in _OTHER_NAMES.items() if own in config}
         return {**others, **config} if others else config
@@ -175,8 +162,7 @@ def completed(config: Mapping[str, Any], family: Family | None = None) -> Mappin
 
 def layer_count(config: Mapping[str, Any], family: Family) -> int:
     """The number of decoder layers. Raises ModelError if ``config.json`` does not contain it."""
-    section = language_config(config, family)
-    return whole_number(section, "num_hidden_layers", "n_layers", maximum=MOST_LAYERS)
+    return whole_number(completed(config), "num_hidden_layers", "n_layers", maximum=MOST_LAYERS)
 
 
 def layer_kinds(config: Mapping[str, Any]) -> list[str]:
@@ -214,7 +200,7 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | No
     Raises ModelError naming the setting that is missing or is not a positive whole number, or if a token is sent to
     more experts than there are, or than their groups hold.
     """
-    section = language_config(config, family)
+    section = completed(config)
     if family.moe is None or not switched(family.moe.setting or True, section):
         return None
     layers = layer_count(config, family)
@@ -298,7 +284,7 @@ def key_layers(config: Mapping[str, Any]) -> list[int]:
 
 def unused_tensors(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     """Beginnings of the names of tensors that checkpoints of the model may have and that are not used."""
-    section = language_config(config, family)
+    section = completed(config)
     sources = family.decoder.keys_of(section, layer_count(config, family))
     return family.unused + tuple(
         f"{family.layers_prefix}{layer}.self_attn.{name}"

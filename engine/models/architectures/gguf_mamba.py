@@ -14,6 +14,8 @@ from engine.models.architectures.record import Config, MambaSizes, MixerTensors
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.model_files import Change
 
+_BIAS = "ssm_conv1d.bias"
+
 
 def sizes(metadata: Metadata) -> MambaSizes:
     """Raises ModelError for a number that is missing or impossible, or does not fit the others."""
@@ -25,7 +27,8 @@ def sizes(metadata: Metadata) -> MambaSizes:
             f"{groups} groups, which do not fit together; download it again."
         )
     states, taps = metadata.number("ssm.state_size"), metadata.number("ssm.conv_kernel")
-    return MambaSizes(heads, values // heads, groups, states, taps)
+    biased = any(name.endswith(_BIAS) for name in metadata.file.tensors)
+    return MambaSizes(heads, values // heads, groups, states, taps, biased)
 
 
 def heads_of_layers(metadata: Metadata) -> list[int]:
@@ -48,14 +51,14 @@ def tensors(sizes_of: Callable[[Config], MambaSizes]) -> MixerTensors:
         for stored, name, shape, as_stored in (
             ("ssm_in.weight", "in_proj.weight", (values + channels + heads, hidden), None),
             ("ssm_conv1d.weight", "conv1d.weight", (channels, 1, sizes.taps), (channels, sizes.taps)),
-            ("ssm_conv1d.bias", "conv1d.bias", (channels,), None),
+            (_BIAS, "conv1d.bias", (channels,), None),
             ("ssm_dt.bias", "dt_bias", (heads,), None),
             ("ssm_a", "A_log", (heads,), (heads, 1)),
             ("ssm_d", "D", (heads,), (heads, 1)),
             ("ssm_norm.weight", "norm.weight", (values,), (sizes.groups, values // sizes.groups)),
             ("ssm_out.weight", "out_proj.weight", (hidden, values), None),
         ):
-            if stored != "ssm_conv1d.bias" or here + stored in gguf.tensors:
+            if stored != _BIAS or sizes.biased:
                 yield NamedTensor(here + stored, prefix + name, shape, as_stored or shape)
 
     return named

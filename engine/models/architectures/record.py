@@ -160,6 +160,8 @@ class MambaSizes:
     groups: int
     states: int
     taps: int
+    biased: bool = True
+    """Whether the convolution has a bias."""
 
     @property
     def values(self) -> int:
@@ -394,8 +396,6 @@ class Family:
     """Settings that ``config.json`` may leave out."""
     renamed: Callable[[Config], Config] = lambda config: {}
     """Settings of older files as transformers names them now, from ``config.json``."""
-    config_section: str = ""
-    """Section of ``config.json`` that describes the language model; empty for the top level."""
     layers_prefix: str = "model.layers."
     decoder: DecoderRecord = DecoderRecord()
     moe: MoeRecord | None = None

@@ -15,7 +15,6 @@ from engine.models.architectures.families import (
     completed,
     expert_shape,
     key_layers,
-    language_config,
     layer_config,
     layer_count,
     layer_kinds,
@@ -33,6 +32,8 @@ _SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate", "s
 """Parts of the names of shared experts, which a ring computes during the exchange."""
 WITHOUT_KEYS = frozenset(("linear_attention", "conv"))
 """Types of layers that keep a state of fixed size instead of keys and values."""
+_WINDOWED = frozenset(("sliding_attention", "chunked_attention"))
+"""Types of layers that see a window, or a chunk."""
 _TAKEN_APART_IN_MLX = ".kv_b_proj.weight"
 """End of the names of tensors that mlx-lm takes apart, so that mlx has them unpacked whatever their format."""
 STATE_COLUMNS = 32
@@ -136,7 +137,7 @@ def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> ModelSizes:
 
 def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dtype: str) -> ModelSizes:
     family = check_supported(whole)
-    config = language_config(whole, family)
+    config = completed(whole)
     stored = trunk.stored if experts is None else _NAMES.get(experts.dtype, experts.dtype)
     chosen = dtype
     if dtype == "auto":
@@ -218,9 +219,9 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
 
 
 def windowed_numbers(config: Mapping[str, Any]) -> int:
-    """Part of :func:`key_value_numbers` in layers with a sliding window, by ``layer_types``."""
+    """Part of :func:`key_value_numbers` in layers with a window or a chunk, by ``layer_types``."""
     kinds = _kinds_with_keys(config) if _window(config) else ()
-    return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind == "sliding_attention")
+    return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind in _WINDOWED)
 
 
 def _kinds_with_keys(config: Mapping[str, Any]) -> list[tuple[int, str]]:
@@ -230,8 +231,9 @@ def _kinds_with_keys(config: Mapping[str, Any]) -> list[tuple[int, str]]:
 
 
 def _window(config: Mapping[str, Any]) -> int:
-    """Tokens that a layer with a sliding window sees; 0 if ``config`` does not say."""
-    window = config.get("sliding_window")
+    """Tokens that a layer with a window or a chunk sees, at most; 0 if ``config`` does not say."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    window = config.get("attention_chunk_size" if family and family.decoder.chunked else "sliding_window")
     return window if isinstance(window, int) and window > 0 else 0
 
 

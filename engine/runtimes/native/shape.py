@@ -72,6 +72,8 @@ class DeltaShape:
     taps: int
     step_limits: tuple[float, float] | None = None
     """Limits of the steps of a Mamba-2 layer; None of a delta-net."""
+    biased: bool = False
+    """Whether the convolution has a bias."""
 
     @property
     def is_mamba(self) -> bool:
@@ -472,8 +474,9 @@ def _read_delta(config: Mapping[str, Any], decoder: DecoderRecord, layers: int) 
         sizes = decoder.mamba(config)
         if sizes.heads % sizes.groups:
             raise damaged(f"config.json gives {sizes.heads} heads of Mamba-2 layers in {sizes.groups} groups")
-        limits = _step_limits(config)
-        return DeltaShape(kinds, sizes.groups, sizes.heads, sizes.states, sizes.width, sizes.taps, limits)
+        return DeltaShape(
+            kinds, sizes.groups, sizes.heads, sizes.states, sizes.width, sizes.taps, _step_limits(config), sizes.biased
+        )
     shape = DeltaShape(
         layers=kinds,
         key_heads=whole_number(config, "linear_num_key_heads"),

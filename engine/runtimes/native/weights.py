@@ -455,7 +455,7 @@ class TrunkWeights:
         rows = (delta.values, delta.channels, delta.value_heads)
         inputs = tensors.parts(prefix + "in_proj.weight", rows, shape.hidden)
         filled.gate, filled.input, filled.decay = map(matrix, inputs)
-        if tensors.has(prefix + "conv1d.bias"):
+        if delta.biased:
             filled.kernel_bias = tensors.vector(prefix + "conv1d.bias", delta.channels)
         filled.skip = tensors.vector(prefix + "D", delta.value_heads)
         filled.norm = tensors.vector(prefix + "norm.weight", delta.values)

@@ -8,13 +8,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+_PICTURES = {"gemma4": "model.vision_tower", "llama4": "vision_model"}
+"""Beginnings of the names of tensors of pictures; others are those of Qwen."""
+
 
 def write_composite(folder: Path, alone: Path, family: str) -> Path:
     """The whole of the ``family`` in ``folder`` whose language model is the one in ``alone``."""
     tensors: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in load_file(alone / "model.safetensors").items():
-        whole = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        inside = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        whole = f"language_model.{name}" if family == "llama4" else inside
         stem, found, rest = whole.partition(".experts.")
         number, _, matrix = rest.partition(".")
         if found and number.isdigit():
@@ -27,9 +31,9 @@ def write_composite(folder: Path, alone: Path, family: str) -> Path:
             joined = name.removesuffix("gate_proj")
             tensors[joined + "gate_up_proj"] = torch.cat((gate, stacked[joined + "up_proj"]), dim=1)
             tensors[joined + "down_proj"] = stacked[joined + "down_proj"]
-    pictures = "vision_tower" if family == "gemma4" else "visual"
-    tensors[f"model.{pictures}.patch_embed.proj.weight"] = torch.ones(4, 4)
-    if family != "gemma4":
+    pictures = _PICTURES.get(family, "model.visual")
+    tensors[f"{pictures}.patch_embed.proj.weight"] = torch.ones(4, 4)
+    if family not in _PICTURES:
         tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.ones(4, 4)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,5 +1,5 @@
-"""Models that also see pictures (Qwen 3.5 and 3.6, Gemma 4): their language model runs, plain and as mlx-lm quantises
-it."""
+"""Models that also see pictures (Qwen 3.5 and 3.6, Gemma 4, Llama 4): their language model runs, plain and as mlx-lm
+quantises it."""
 
 from __future__ import annotations
 
@@ -64,6 +64,18 @@ def test_the_language_model_is_that_of_its_own_family(
     assert model.facts.family == f"{family}_text"
     limit = 10 * EXACT if model.facts.runtime == "mlx" else EXACT
     assert worst(our_run(model, tokens, 2, answer), theirs) < limit
+
+
+@needs_kernels
+def test_the_language_model_of_llama_4_is_prepared_and_run(
+    published: Published, prepared: Callable[[Path], Path]
+) -> None:
+    folder, alone = published("llama4")
+    tokens = prompt_of(40)
+    answer, theirs = library_run(alone, tokens, chunks=1)
+    for model in (load(folder), load(prepared(folder)), load_native(prepared(folder))):
+        assert model.facts.family == "llama4_text"
+        assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
 
 
 @pytest.mark.soak

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import native_copies
@@ -331,16 +330,3 @@ def test_mixed_up_experts_would_be_noticed(
 
 def test_chunks_cover_the_prompt() -> None:
     assert chunks_of([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
-
-
-def test_the_text_part_of_a_composite_llama4_checkpoint(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    text = tiny_model("llama4_text")
-    composite = tmp_path / "composite"
-    composite.mkdir()
-    config = json.loads((text / "config.json").read_text())
-    (composite / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": config}))
-    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(text / "model.safetensors").items()}
-    tensors["vision_model.layernorm_pre.weight"] = next(iter(tensors.values())).clone()
-    save_file(tensors, composite / "model.safetensors", metadata={"format": "pt"})
-    answer, theirs = library_run(text, PROMPT, chunks=1)
-    assert worst(our_run(TORCH.load(composite), PROMPT, 2, answer), theirs) < LIMIT["torch"]

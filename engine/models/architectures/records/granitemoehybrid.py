@@ -34,7 +34,8 @@ def _sizes(config: Config) -> MambaSizes:
     if width in (None, "auto"):
         width = whole_number(config, "mamba_expand") * whole_number(config, "hidden_size") // heads
     groups, states, taps = (whole_number(config, f"mamba_{name}") for name in ("n_groups", "d_state", "d_conv"))
-    return MambaSizes(heads, whole_number({"mamba_d_head": width}, "mamba_d_head"), groups, states, taps)
+    width = whole_number({"mamba_d_head": width}, "mamba_d_head")
+    return MambaSizes(heads, width, groups, states, taps, biased=config["mamba_conv_bias"])
 
 
 def _head_kinds(config: Config, layers: int) -> list[str]:
@@ -57,7 +58,7 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         "mamba_d_state": sizes.states,
         "mamba_d_conv": sizes.taps,
         "mamba_expand": max(1, sizes.values // metadata.number("embedding_length")),
-        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in metadata.file.tensors or heads[0] > 0,
+        "mamba_conv_bias": sizes.biased,
     }
 
 
@@ -84,6 +85,7 @@ FAMILIES = (
             "mamba_d_state": 256,
             "mamba_d_conv": 4,
             "mamba_expand": 2,
+            "mamba_conv_bias": True,
         },
         renamed=lambda config: (
             {"layer_types": [_KINDS.get(kind, kind) for kind in config["layer_types"]]}

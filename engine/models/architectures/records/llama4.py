@@ -1,4 +1,4 @@
-"""Llama 4, with and without the settings and tensors of pictures.
+"""Llama 4 without pictures.
 
 Three of four layers see a chunk of the text, and only those rotate their heads; in the others queries grow with their
 positions.
@@ -6,7 +6,6 @@ positions.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from engine.models.architectures.config_values import positive_number, whole_number
@@ -42,11 +41,17 @@ def _moe_layers(config: Config, layers: int) -> list[int]:
     return list(range(step - 1, layers, step))
 
 
+def _kind(config: Config, layer: int) -> str:
+    """Layers that rotate their heads see a chunk."""
+    rotated = rotated_kinds(config, whole_number(config, "num_hidden_layers"))
+    return "full_attention" if rotated[layer] == UNROTATED else _CHUNKED
+
+
 def _chunks(config: Config, layers: int) -> list[int]:
     """Chunks of the layers that ``layer_types``, or else their rotation, says have some."""
     named = config.get("layer_types")
     if named is None:
-        named = ["full_attention" if kind == UNROTATED else _CHUNKED for kind in rotated_kinds(config, layers)]
+        named = [_kind(config, layer) for layer in range(layers)]
     kinds = check_kinds(named, layers, ("full_attention", _CHUNKED))
     chunk = whole_number(config, "attention_chunk_size")
     return [chunk if kind == _CHUNKED else 0 for kind in kinds]
@@ -73,8 +78,9 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-TEXT = Family(
+LLAMA4_TEXT = Family(
     "llama4_text",
+    whole="llama4",
     defaults={
         "head_dim": 128,
         "num_key_value_heads": 8,
@@ -90,6 +96,7 @@ TEXT = Family(
     },
     decoder=DecoderRecord(
         names=_NAMES,
+        layer_kind=_kind,
         ffn=lambda config, layer: whole_number(config, "intermediate_size_mlp"),
         head_kinds=rotated_kinds,
         unrotated=UNROTATED,
@@ -113,16 +120,4 @@ TEXT = Family(
     ),
     gguf=GgufRecord("llama4", "Llama4ForCausalLM", settings=_settings),
 )
-WHOLE = replace(
-    TEXT,
-    model_type="llama4",
-    config_section="text_config",
-    layers_prefix="language_model.model.layers.",
-    moe=MoeRecord(
-        (fused("language_model." + _EXPERTS, transposed=True), prepared("language_model." + _EXPERTS)),
-        layers=_moe_layers,
-    ),
-    native=False,
-    gguf=None,
-)
-FAMILIES = (TEXT, WHOLE)
+FAMILIES = (LLAMA4_TEXT,)

@@ -40,6 +40,9 @@ void pllm_mamba_convolve(const trunk_job *job, int64_t layer, int thread, int th
                                    MIN(BLOCK_CHANNELS, channels - block * BLOCK_CHANNELS));
 }
 
+/* What is no number stays so. */
+static float limited(float x, float least, float most) { return x < least ? least : x > most ? most : x; }
+
 void pllm_mamba_head(const trunk_job *job, const own_area *own, int64_t layer, int64_t row, int64_t head) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_pass *pass = job->pass;
@@ -62,7 +65,7 @@ void pllm_mamba_head(const trunk_job *job, const own_area *own, int64_t layer, i
             memcpy(v, input + head * values, (size_t)values * 4);
             memset(v + values, 0, (size_t)(padded - values) * 4);
             products[t] = job->set->product(q, k, keys);
-            steps[t] = MIN(MAX(pllm_softplus(input[step] + delta->decay_bias[head]), trunk->step_least), trunk->step_most);
+            steps[t] = limited(pllm_softplus(input[step] + delta->decay_bias[head]), trunk->step_least, trunk->step_most);
             decays[t] = expf(delta->decay_scale[head] * steps[t]);
         }
         const delta_run run = {.before = before, .after = after, .queries = own->delta_queries, .keys = own->delta_keys,

@@ -44,7 +44,7 @@ LAYOUTS = [(family.model_type, index) for family in MOE for index in range(len(f
         ("granitemoe", "model.layers.1.block_sparse_moe.output_linear.weight", 1, None, ("down",)),
         ("dbrx", "transformer.blocks.39.ffn.experts.mlp.v1", 39, None, ("up",)),
         ("llama4_text", "model.layers.1.feed_forward.experts.down_proj", 1, None, ("down",)),
-        ("llama4", "language_model.model.layers.1.feed_forward.experts.gate_up_proj", 1, None, ("gate", "up")),
+        ("llama4_text", "model.layers.1.feed_forward.experts.gate_up_proj", 1, None, ("gate", "up")),
     ],
 )
 def test_expert_tensors_are_recognised(family, name, layer, expert, parts):
@@ -65,7 +65,7 @@ def test_expert_tensors_are_recognised(family, name, layer, expert, parts):
         ("qwen2_moe", "model.layers.3.mlp.shared_expert.gate_proj.weight"),
         ("deepseek_v3", "model.layers.3.mlp.shared_experts.gate_proj.weight"),
         ("glm4_moe", "model.layers.0.mlp.gate_proj.weight"),
-        ("llama4", "vision_model.model.layers.1.mlp.fc1.weight"),
+        ("llama4_text", "model.layers.1.feed_forward.shared_expert.gate_proj.weight"),
         ("llama", "model.layers.0.mlp.gate_proj.weight"),
         ("llama", "model.layers.0.mlp.experts.0.gate_proj.weight"),
     ],
@@ -145,12 +145,10 @@ def test_layers_with_experts_follow_the_configuration():
     }  # fmt: skip
     assert expert_shape(deepseek, FAMILIES["deepseek_v3"]) == ExpertLayers(8, 4, 2, (3,))
     llama4 = {
-        "text_config": {
-            "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "hidden_size": 8, "intermediate_size": 4,
-            "num_local_experts": 2,
-        }
+        "model_type": "llama4_text", "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "hidden_size": 8,
+        "intermediate_size": 4, "num_local_experts": 2,
     }  # fmt: skip
-    assert expert_shape(llama4, FAMILIES["llama4"]) == ExpertLayers(8, 4, 2, (1, 3))
+    assert expert_shape(llama4, FAMILIES["llama4_text"]) == ExpertLayers(8, 4, 2, (1, 3))
     hunyuan = {
         "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 4, "num_experts": 2, "moe_topk": [1, 1],
     }  # fmt: skip

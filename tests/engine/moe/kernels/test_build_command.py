@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,13 @@ from typing import Any
 import pytest
 from setuptools import Extension
 from setuptools.dist import Distribution
+from setuptools.errors import CompileError
 
 from engine.moe.kernels import bindings, build_command
 
 ROOT = Path(__file__).resolve().parents[4]
 NATIVE = Path(bindings.__file__).parent / "native"
+COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
 
 
 def extension_settings() -> dict[str, Any]:
@@ -58,6 +63,23 @@ def test_a_mac_compiles_for_its_own_processor_only(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ARCHFLAGS", "-arch arm64 -arch arm64e")
     built_with(monkeypatch, "darwin", "arm64")
     assert os.environ["ARCHFLAGS"] == "-arch arm64 -arch arm64e"
+
+
+@pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler here")
+@pytest.mark.parametrize(("asked", "found", "fails"), [("", True, False), ("1", True, True), ("1", False, False)])
+def test_kernels_that_are_asked_for_are_built_where_there_is_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: str, found: bool, fails: bool
+) -> None:
+    (tmp_path / "wrong.c").write_text("int broken(", encoding="utf-8")
+    monkeypatch.setenv(build_command.REQUIRED, asked)
+    if not found:
+        monkeypatch.setattr("shutil.which", lambda name: None)
+    extension = Extension("wrong", [str(tmp_path / "wrong.c")], optional=True)
+    command = build_command.BuildKernels(Distribution({"ext_modules": [extension]}))
+    command.build_temp = command.build_lib = str(tmp_path)
+    command.ensure_finalized()
+    with pytest.raises(CompileError) if fails else contextlib.nullcontext():
+        command.run()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the linker of Linux")

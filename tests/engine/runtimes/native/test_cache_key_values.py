@@ -62,8 +62,7 @@ def numbers(page: Page, format_: str, of: str) -> NDArray[np.float32]:
 
 def hadamard(width: int) -> NDArray[np.float32]:
     """Sylvester's matrices along the diagonal, as large as ``width`` allows, of length 1."""
-    size = next(size for size in (256, 128, 64, 32) if width % size == 0)
-    matrix = np.ones((1, 1), np.float32)
+    size, matrix = width & -width, np.ones((1, 1), np.float32)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     return np.kron(np.eye(width // size, dtype=np.float32), matrix / np.float32(size**0.5))
@@ -82,10 +81,12 @@ def scales(page: Page, format_: str, of: str) -> NDArray[np.float32]:
 
 
 @each_format
+@pytest.mark.parametrize("width", [64, 96, 512])
 @pytest.mark.parametrize("instructions", available())
 def test_what_is_kept_is_what_was_computed_to_half_a_step(
-    folder: Path, instructions: str, format_: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Path], instructions: str, width: int, format_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = tiny_model("qwen3_moe", **(WIDE | {"head_dim": width}))
     monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
     tokens = prompt_of(75)
     exact, packed = (
@@ -102,7 +103,7 @@ def test_what_is_kept_is_what_was_computed_to_half_a_step(
         # Only the first layer's input is the same in both: later ones saw rounded keys.
         wanted, found = numbers(pages[0], "F32", of)[0, :, :75], numbers(pages[1], format_, of)[0, :, :75]
         if format_ == "Q4_0":  # what was turned before it was rounded
-            wanted, found = wanted @ hadamard(64), found @ hadamard(64)
+            wanted, found = wanted @ hadamard(width), found @ hadamard(width)
         step = np.abs(scales(pages[1], format_, of)[0, :, :75])
         # 4 bits have no 8: of two that are equally large, one is cut off by a step.
         most = np.repeat(step, GROUP, axis=2) * (0.5001 if format_ == "Q8_0" else 1.0001)
@@ -116,11 +117,13 @@ def test_what_is_kept_is_what_was_computed_to_half_a_step(
     ("family", "options", "limit"),
     [
         ("qwen3_moe", WIDE, 0.03),
+        ("qwen3_moe", WIDE | {"head_dim": 96}, 0.03),
+        ("qwen3_moe", WIDE | {"head_dim": 512}, 0.03),
         ("deepseek_v2", LATENT, 0.03),
         # Its scores are not divided by the root of the width, so errors of keys weigh more.
         ("gemma4_text", {"head_dim": 32, "global_head_dim": 64}, 0.1),
     ],
-    ids=["heads", "latents", "two kinds of heads"],
+    ids=["heads", "heads of 96", "heads of 512", "latents", "two kinds of heads"],
 )
 @each_format
 @pytest.mark.parametrize("instructions", available())

@@ -18,7 +18,7 @@ from tests.engine.runtimes.native_oracle import load_native, needs_kernels
 from tests.engine.runtimes.subjects import NATIVE, StoredModel, prompt_of
 from tests.support.resident_memory import needs_smaps, resident_bytes
 
-pytestmark = [needs_kernels, pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "mistral"])]
+pytestmark = [needs_kernels, pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text", "mistral", "llama4_text"])]
 
 TOKENS = prompt_of(700)
 CHUNKS = (300, 299, 100, 1)
@@ -66,7 +66,9 @@ def restored(model: NativeModel, rows: NativeTokenRows) -> NativeTokenRows:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "how", [{}, {"stored": "bfloat16"}, {"key_values": "q8_0"}], ids=["float32", "bfloat16", "8 bits"]
+    "how",
+    [{}, {"stored": "bfloat16"}, {"key_values": "q8_0"}, {"key_values": "q4_0"}],
+    ids=["float32", "bfloat16", "8 bits", "4 bits"],
 )
 def test_what_is_forgotten_changes_no_bit(family: str, how: dict[str, Any], loaded: Loaded) -> None:
     model = loaded(family, **how)
@@ -178,8 +180,8 @@ def test_a_shortened_row_is_restored_from_fewer_bytes(family: str, loaded: Loade
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10))
 def test_any_course_gives_what_rows_that_keep_everything_give(family: str, seed: int, loaded: Loaded) -> None:
-    """Rows grow, are cut back, copied, forgotten and restored."""
-    model, choose = loaded(family), random.Random(seed)
+    """Rows grow, are cut back, copied, forgotten and restored; in every second course their numbers have 4 bits."""
+    model, choose = loaded(family, **({"key_values": "q4_0"} if seed % 2 else {})), random.Random(seed)
     pairs = [(model.start(), model.start())]
     for _ in range(40):
         short, whole = choose.choice(pairs)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.moe.kernels.bindings import available
@@ -263,6 +266,27 @@ def test_steps_of_mamba_layers_are_limited(tmp_path: Path) -> None:
     assert worst(ours, list(whole[16:])) < LIMIT
     free = logits_along(load_native(write_tiny_model(tmp_path / "free", "granitemoehybrid")), tokens, 17)
     assert worst(free, list(whole[16:])) > 0.1
+
+
+@pytest.mark.parametrize("bias", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("limits", [None, [0.0, 50.0]], ids=["free", "limited"])
+def test_steps_of_mamba_layers_that_are_no_numbers_stay_so(
+    bias: float, limits: list[float] | None, tmp_path: Path
+) -> None:
+    """The library limits those of prompts only, which makes numbers of some."""
+    options = {} if limits is None else {"time_step_limit": limits}
+    folder = write_tiny_model(tmp_path / "model", "granitemoehybrid", **options)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.2.mamba.dt_bias"][1] = bias
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokens = prompt_of(21)
+    with torch.inference_mode():
+        whole = library_model(folder)(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    ours = logits_along(load_native(folder), tokens, 17)
+    if bias == -math.inf or (limits is not None and bias == math.inf):
+        assert worst(ours, list(whole[16:])) < LIMIT
+    else:
+        assert np.isnan(ours).all() and np.isnan(whole[16:]).all()
 
 
 @pytest.mark.parametrize("threads", [1, 5])

@@ -113,6 +113,15 @@ def test_what_is_not_eligible_says_why(
     assert reason in str(failure.value)
 
 
+def test_biases_of_mamba_layers_are_those_of_the_configuration(tmp_path: Path) -> None:
+    for stated, why in ((False, "has no place in a granitemoehybrid model"), (True, "conv1d.bias is missing")):
+        folder = write_tiny_model(tmp_path / str(stated), "granitemoehybrid", mamba_conv_bias=not stated)
+        config = json.loads((folder / "config.json").read_text()) | {"mamba_conv_bias": stated}
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match=why):
+            runtimes.runtime_named("native").load(folder, ask_for(folder), quiet)
+
+
 def test_a_model_that_falls_back_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(choosing, "on_apple_silicon", lambda: False)

@@ -49,6 +49,20 @@ def test_plain_weights_give_the_librarys_logits(
     assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
 
 
+@pytest.mark.parametrize("biased", [True, False])
+def test_convolutions_of_mamba_layers_have_biases_if_the_file_has_them(
+    tmp_path: Path, tiny_model: Callable[..., Path], biased: bool
+) -> None:
+    kinds = ["full_attention", "linear_attention", "full_attention", "linear_attention"]
+    source = tiny_model(
+        "granitemoehybrid", **whole_blocks("granitemoehybrid"), layer_types=kinds, mamba_conv_bias=biased
+    )
+    path = write_tiny_gguf(tmp_path / "m.gguf", source, "granitehybrid")
+    model, tokens = load_native(open_gguf(path, quiet), dtype="float32"), prompt_of(21)
+    answer, theirs = library_run(source, tokens, chunks=1)
+    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("attention", ["Q8_0", "F16", "BF16"])
 def test_gpt_oss_as_it_is_published(tmp_path: Path, sources: Callable[[str], Path], attention: str) -> None:
