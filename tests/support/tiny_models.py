@@ -456,17 +456,26 @@ def _make(
     torch.manual_seed(seed)
     config = tiny_config(family, **config_overrides)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    fill_randomly(model, family, seed)
+    model.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    model.save_pretrained(folder, max_shard_size=max(1024, total // 4) if shards else "5GB")
+
+
+def fill_randomly(model: Any, family: str, seed: int = 0) -> None:
+    """Give every weight of ``model`` a random value, always the same."""
+    import torch
+
     generator = torch.Generator().manual_seed(zlib.crc32(family.encode()) + seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _fill(name, parameter, generator, family, tied=model.config.tie_word_embeddings)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
-                buffer.normal_(float(name.endswith("layer_scalar")), 0.1, generator=generator)
-    model.to(getattr(torch, dtype))
-    model.config.dtype = getattr(torch, dtype)
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    model.save_pretrained(folder, max_shard_size=max(1024, total // 4) if shards else "5GB")
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar", "std_scale")):
+                buffer.normal_(float(name.endswith(("layer_scalar", "std_scale"))), 0.1, generator=generator)
+            elif name.endswith("std_bias"):
+                buffer.normal_(0.0, 0.1, generator=generator)
 
 
 def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool) -> None:

@@ -128,14 +128,14 @@ def fill_trunk(
         if kernels is not None and wanted == dtype and name.endswith(".weight"):
             packed = packed_module(model.get_submodule(owner), tensor, change, kernels, dtype)
         if packed is None:
-            _place(model, name, numbers_on(device, tensor, wanted, change))
+            place(model, name, numbers_on(device, tensor, wanted, change))
         else:
             _replace(model, owner, packed)
         filled.add(name)
         done += tensor.nbytes
         progress("reading the trunk", min(done, total), total, "bytes")
     _tie(model, expected.keys() - filled, kernels)
-    _fill_buffers(model, device)
+    fill_buffers(model, device)
 
 
 def _renamed(
@@ -186,7 +186,7 @@ def _keep_float32(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     return re.compile("|".join(rf"(?:^|\.){pattern}(?:\.|$)" for pattern in kept))
 
 
-def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     parent_name, _, child = name.rpartition(".")
     parent = model.get_submodule(parent_name)
     if child in parent._buffers:
@@ -222,11 +222,11 @@ def _tie(model: Any, missing: set[str], kernels: KernelChoice | None) -> None:
         )
 
 
-def _fill_buffers(model: Any, device: torch.device) -> None:
+def fill_buffers(model: Any, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies), by the modules that own them."""
     for name, buffer in list(model.named_non_persistent_buffers()):
         if buffer.device.type == "meta":
-            _place(model, name, torch.full_like(buffer, float("nan"), device=device))
+            place(model, name, torch.full_like(buffer, float("nan"), device=device))
     for parameter in model.parameters():
         # transformers' mark of what is not to be overwritten: gemma4's embedding has a buffer and a weight.
         parameter._is_hf_initialized = True

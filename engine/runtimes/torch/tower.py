@@ -1,0 +1,178 @@
+"""The tower that turns a picture into rows for a model: transformers' own modules and image processors.
+
+It is built for some pictures, which takes a second, and discarded after them, so that its gigabyte of weights is in
+memory only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from engine.errors import ModelError, damaged
+from engine.ipc.progress import ProgressCallback
+from engine.models.architectures.config_values import without_implementations
+from engine.models.formats.json_files import SMALL_FILE, read_object
+from engine.models.formats.mapped_file import MappedFile
+from engine.models.formats.number_formats import WIDTHS
+from engine.pictures.folders import tower_tensors
+from engine.pictures.picture import Picture
+from engine.pictures.sight import Sight
+from engine.runtimes.torch.loading import BUILDING, fill_buffers, in_one_line, place
+from engine.runtimes.torch.offload.torch_tensors import numbers_on
+
+STAGE = "looking at a picture"
+"""Stage of the progress reports of a tower."""
+
+
+class VisionTower:
+    """The tower of a model, in float32 on a CPU."""
+
+    def __init__(self, folder: Path, sight: Sight) -> None:
+        """Raises ModelError if the configuration or the weights in ``folder`` are damaged."""
+        config = _config(folder)
+        build, self._look = _QWEN if sight.family.startswith("qwen") else _GEMMA
+        self._sight = sight
+        self._vision = config.vision_config
+        try:
+            with BUILDING, torch.device("meta"):
+                self._module: Any = build(config).eval().requires_grad_(False)
+        except Exception as error:  # the numbers of a damaged config.json fail anywhere
+            raise damaged(f"config.json describes no tower that can be built: {in_one_line(error)}") from error
+        _fill(self._module, folder, sight)
+        self._layers = _layers(self._module)
+
+    def rows(self, picture: Picture, progress: ProgressCallback) -> NDArray[np.float32]:
+        """The rows [tokens, hidden] that stand in place of embeddings, in the order of :attr:`Grid.tokens`.
+
+        ``progress`` is called before each layer, and may raise Cancelled. Raises ModelError if the picture is too long
+        and narrow, or the rows are no numbers.
+        """
+        grid = self._sight.grid(picture.height, picture.width)
+        array = np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
+        hooks = [
+            layer.register_forward_pre_hook(
+                lambda *_, done=done: progress(STAGE, done, len(self._layers), "layers")  # type: ignore[misc]
+            )
+            for done, layer in enumerate(self._layers)
+        ]
+        try:
+            with torch.inference_mode():
+                rows: NDArray[np.float32] = self._look(self._module, self._sight, self._vision, array).numpy()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(rows) != grid.tokens:
+            raise ModelError(f"The tower made {len(rows)} rows of a picture of {grid.tokens} tokens.", "internal")
+        if not np.isfinite(rows).all():
+            raise damaged("What the tower made of a picture is no number, so its weights are damaged")
+        return rows
+
+
+def _config(folder: Path) -> Any:
+    """transformers' configuration of the whole model. Raises ModelError if it cannot be used."""
+    from transformers import CONFIG_MAPPING
+
+    stored = read_object(folder / "config.json", SMALL_FILE)
+    try:
+        return CONFIG_MAPPING[stored["model_type"]].from_dict(without_implementations(stored))
+    except Exception as error:  # whatever transformers raises for settings it did not expect
+        raise ModelError(f"{folder / 'config.json'} cannot be used: {in_one_line(error)}") from error
+
+
+def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
+    """Put the tower's weights in their places, in float32. Raises ModelError for one that is missing or has another
+    shape or a number format that is not plain."""
+    from transformers import PreTrainedModel
+
+    stored, files = tower_tensors(folder, sight), dict[Path, MappedFile]()
+    for name, expected in module.state_dict().items():
+        if name not in stored:
+            raise damaged(f"Tensor {name} of the tower is missing from the model's files")
+        path, entry = stored[name]
+        if entry.dtype not in WIDTHS or entry.shape != tuple(expected.shape):
+            raise damaged(
+                f"Tensor {name} of the tower is {list(entry.shape)} of {entry.dtype}, and config.json asks for "
+                f"{list(expected.shape)}"
+            )
+        if path not in files:
+            files[path] = MappedFile(path)
+        tensor = files[path].tensor(entry.dtype, entry.shape, entry.start)
+        place(module, name, numbers_on(torch.device("cpu"), tensor, torch.float32))
+    for part in [module, *module.children()]:
+        if isinstance(part, PreTrainedModel):
+            fill_buffers(part, torch.device("cpu"))
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The longest list of layers."""
+    return list(max((each for each in module.modules() if isinstance(each, nn.ModuleList)), key=len))
+
+
+# --- Qwen -------------------------------------------------------------------------------------------------------------
+
+
+def _build_qwen(config: Any) -> nn.Module:
+    from transformers import AutoModel
+
+    tower: nn.Module = AutoModel.from_config(config.vision_config, attn_implementation="sdpa")
+    return tower
+
+
+def _look_qwen(module: Any, sight: Sight, vision: Any, picture: NDArray[np.uint8]) -> torch.Tensor:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    area = sight.side**2
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": sight.least * area, "longest_edge": sight.most * area},
+        patch_size=sight.patch,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=sight.merge,
+        image_mean=sight.mean,
+        image_std=sight.deviation,
+    )
+    seen = processor(picture, return_tensors="pt", input_data_format="channels_last")
+    rows: torch.Tensor = module(seen["pixel_values"], grid_thw=seen["image_grid_thw"]).pooler_output
+    return rows
+
+
+# --- Gemma ------------------------------------------------------------------------------------------------------------
+
+
+def _build_gemma(config: Any) -> nn.Module:
+    from transformers import AutoModel
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
+
+    return nn.ModuleDict(
+        {
+            "vision_tower": AutoModel.from_config(config.vision_config, attn_implementation="sdpa"),
+            "embed_vision": Gemma4MultimodalEmbedder(config.vision_config, config.text_config),
+        }
+    )
+
+
+def _look_gemma(module: Any, sight: Sight, vision: Any, picture: NDArray[np.uint8]) -> torch.Tensor:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    processor = Gemma4ImageProcessorPil(
+        max_soft_tokens=sight.most, patch_size=sight.patch, pooling_kernel_size=sight.merge
+    )
+    seen = processor(picture, return_tensors="pt", input_data_format="channels_last")
+    # The processor fills up to the largest picture, which changes nothing but the time.
+    count = int(seen["num_soft_tokens_per_image"][0]) * sight.merge**2
+    patches, places = seen["pixel_values"][:, :count], seen["image_position_ids"][:, :count]
+    found = module["vision_tower"](pixel_values=patches, pixel_position_ids=places).last_hidden_state
+    rows: torch.Tensor = module["embed_vision"](inputs_embeds=found)
+    return rows
+
+
+_Build = Callable[[Any], nn.Module]
+_Look = Callable[[Any, Sight, Any, NDArray[np.uint8]], torch.Tensor]
+_QWEN: tuple[_Build, _Look] = (_build_qwen, _look_qwen)
+_GEMMA: tuple[_Build, _Look] = (_build_gemma, _look_gemma)

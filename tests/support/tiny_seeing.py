@@ -1,0 +1,84 @@
+"""Tiny random models that see pictures, written whole by transformers' own ``save_pretrained``."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.pictures.picture import Picture
+from tests.support.tiny_models import tiny_config
+
+PLACEHOLDER = 150
+"""Id of the token that stands for pictures."""
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 36,
+    "out_hidden_size": 48,
+}
+_GEMMA_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 256,
+    "standardize": True,
+}
+_BOTH_WAYS = {"use_bidirectional_attention": "vision"}
+_KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5", "qwen3_5_text", _QWEN_VISION, {}),
+    "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", _QWEN_VISION, {}),
+    "gemma4": ("gemma4", "gemma4_text", _GEMMA_VISION, _BOTH_WAYS),
+    "gemma4_dense": ("gemma4", "gemma4_dense", _GEMMA_VISION, _BOTH_WAYS),
+    "gemma4_e2b": ("gemma4", "gemma4_e2b", _GEMMA_VISION | {"use_clipped_linears": True}, {}),
+}
+TINY_SEEING = tuple(_KINDS)
+"""The tiny models: Qwen 3.5 dense and with experts; Gemma 4 with experts and dense, whose pictures' tokens see each
+other, and E2B, whose do not."""
+
+
+def write_tiny_seeing(folder: Path, kind: str, **overrides: Any) -> Path:
+    """Write the tiny model ``kind``, one of :data:`TINY_SEEING`, into ``folder``. ``overrides``: settings of its
+    language model. The same arguments give the same weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from tests.support.tiny_models import fill_randomly
+
+    whole, text, vision, settings = _KINDS[kind]
+    inner = tiny_config(text, **settings, **overrides).to_dict()
+    config = AutoConfig.for_model(
+        whole, text_config=inner, vision_config=vision, image_token_id=PLACEHOLDER, audio_config=None,
+        tie_word_embeddings=inner["tie_word_embeddings"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    fill_randomly(model, text)
+    model.save_pretrained(folder)
+    processor: dict[str, Any] = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
+    if whole == "gemma4":
+        processor = {"max_soft_tokens": 70}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+@cache
+def random_picture(height: int, width: int, seed: int = 0) -> Picture:
+    """A picture of large coloured areas, so that each of its tokens differs."""
+    random = np.random.default_rng(seed)
+    areas = random.integers(0, 256, (-(-height // 5), -(-width // 5), 3), dtype=np.uint8)
+    pixels = areas.repeat(5, axis=0).repeat(5, axis=1)[:height, :width]
+    return Picture(height, width, pixels.tobytes())
