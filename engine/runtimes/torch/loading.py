@@ -128,7 +128,7 @@ def fill_trunk(
         if kernels is not None and wanted == dtype and name.endswith(".weight"):
             packed = packed_module(model.get_submodule(owner), tensor, change, kernels, dtype)
         if packed is None:
-            place(model, name, numbers_on(device, tensor, wanted, change))
+            put(model, name, numbers_on(device, tensor, wanted, change))
         else:
             _replace(model, owner, packed)
         filled.add(name)
@@ -186,7 +186,8 @@ def _keep_float32(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     return re.compile("|".join(rf"(?:^|\.){pattern}(?:\.|$)" for pattern in kept))
 
 
-def place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Make ``tensor`` the parameter or buffer ``name`` of ``model``."""
     parent_name, _, child = name.rpartition(".")
     parent = model.get_submodule(parent_name)
     if child in parent._buffers:
@@ -226,7 +227,7 @@ def fill_buffers(model: Any, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies), by the modules that own them."""
     for name, buffer in list(model.named_non_persistent_buffers()):
         if buffer.device.type == "meta":
-            place(model, name, torch.full_like(buffer, float("nan"), device=device))
+            put(model, name, torch.full_like(buffer, float("nan"), device=device))
     for parameter in model.parameters():
         # transformers' mark of what is not to be overwritten: gemma4's embedding has a buffer and a weight.
         parameter._is_hf_initialized = True

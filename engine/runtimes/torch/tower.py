@@ -24,7 +24,7 @@ from engine.models.formats.number_formats import WIDTHS
 from engine.pictures.folders import tower_tensors
 from engine.pictures.picture import Picture
 from engine.pictures.sight import Sight
-from engine.runtimes.torch.loading import BUILDING, fill_buffers, in_one_line, place
+from engine.runtimes.torch.loading import BUILDING, fill_buffers, in_one_line, put
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
 
 STAGE = "looking at a picture"
@@ -57,9 +57,7 @@ class VisionTower:
         grid = self._sight.grid(picture.height, picture.width)
         array = np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
         hooks = [
-            layer.register_forward_pre_hook(
-                lambda *_, done=done: progress(STAGE, done, len(self._layers), "layers")  # type: ignore[misc]
-            )
+            layer.register_forward_pre_hook(lambda *_, done=done: progress(STAGE, done, len(self._layers), "layers"))
             for done, layer in enumerate(self._layers)
         ]
         try:
@@ -104,15 +102,16 @@ def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
         if path not in files:
             files[path] = MappedFile(path)
         tensor = files[path].tensor(entry.dtype, entry.shape, entry.start)
-        place(module, name, numbers_on(torch.device("cpu"), tensor, torch.float32))
+        put(module, name, numbers_on(torch.device("cpu"), tensor, torch.float32))
     for part in [module, *module.children()]:
         if isinstance(part, PreTrainedModel):
             fill_buffers(part, torch.device("cpu"))
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The longest list of layers."""
-    return list(max((each for each in module.modules() if isinstance(each, nn.ModuleList)), key=len))
+    """The layers that take the time: the longest list of them."""
+    lists: list[list[nn.Module]] = [[*each] for each in module.modules() if isinstance(each, nn.ModuleList)]
+    return max(lists, key=len)
 
 
 # --- Qwen -------------------------------------------------------------------------------------------------------------
