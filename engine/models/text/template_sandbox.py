@@ -4,7 +4,7 @@ A template is a Jinja program from the model's files. The sandbox is set up as t
 the same to the byte. In addition, the results of single operations are limited. Everything else ends with this process:
 the system limits its memory and time, and the parent kills it when the answer is cancelled.
 
-One request and one answer per line, in JSON: see :class:`engine.models.text.template_process.TemplateProcess`.
+Requests and answers are JSON: see :class:`engine.models.text.template_process.TemplateProcess`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import signal
-import sys
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
@@ -26,10 +24,9 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.system.processes import keep_to_owner
+from engine.models.text.template_process import MEMORY_BYTES
+from engine.system.confined import answer_requests, too_much_memory
 
-MEMORY_BYTES = 512 << 20
-"""Maximum bytes that rendering may add to the process."""
 LARGEST = 16 << 20
 """Maximum characters or items that one operation may make."""
 MOST_BITS = 4096
@@ -304,7 +301,7 @@ def _answer(request: Mapping[str, Any], templates: dict[str, ChatTemplate]) -> d
             return {"literals": template.literals, "after_answers": template.after_answers(request["variables"])}
         return {"text": template.render(request["messages"], request["variables"], request["continue_last"])}
     except MemoryError:
-        return {"error": f"it needs more than {MEMORY_BYTES >> 20} MB of memory"}
+        return {"error": too_much_memory(MEMORY_BYTES)}
     except Exception as error:  # a template is a program: it may raise anything
         return {"error": " ".join(str(error).split())[:500] or type(error).__name__}
 
@@ -312,30 +309,10 @@ def _answer(request: Mapping[str, Any], templates: dict[str, ChatTemplate]) -> d
 # --- the process --------------------------------------------------------------------------------------------------
 
 
-def limit_this_process() -> None:
-    """No more memory than now and :data:`MEMORY_BYTES`, where the system can say so, and no core file."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123
-            pages = int(file.read().split()[0])
-        most = pages * resource.getpagesize() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
 def main() -> None:
-    keep_to_owner()
-    limit_this_process()
     templates: dict[str, ChatTemplate] = {}
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        # The signal ends the process, whatever it is in; the time of waiting for a request does not count.
-        signal.setitimer(signal.ITIMER_VIRTUAL, request["cpu_s"])
-        answer = json.dumps(_answer(request, templates))
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        sys.stdout.buffer.write(answer.encode() + b"\n")
-        sys.stdout.buffer.flush()
+    # Templates ask for the time, and what Jinja and the system need for that is opened late.
+    answer_requests(lambda request: json.dumps(_answer(json.loads(request), templates)).encode(), opens_files=True)
 
 
 if __name__ == "__main__":

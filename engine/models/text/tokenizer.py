@@ -18,10 +18,11 @@ from engine.ipc.messages import Message, ReasoningFacts, Tool
 from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.text.histories import Histories
 from engine.models.text.reasoning_formats import format_of, has_effort, has_switch
-from engine.models.text.template_process import StopCheck, TemplateProcess
+from engine.models.text.template_process import TemplateProcess
 from engine.models.text.token_bytes import TokenBytes
 from engine.models.text.tokenizer_files import TokenizerFiles, read_template, read_tokenizer
 from engine.models.text.tool_formats import rendered_calls, rendered_tools, tool_format_of
+from engine.system.confined import StopCheck
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library

@@ -94,7 +94,7 @@ def test_a_question_is_given_up_while_its_template_runs(speaking: Path, monkeypa
     found = wait_for(Finished, Failed)
     assert isinstance(found, Finished) and (found.finish_reason, found.text) == ("cancelled", "")
     with monkeypatch.context() as patch:
-        patch.setattr("engine.models.text.template_process.DEADLINE_S", 1.0)
+        patch.setattr("engine.system.confined.DEADLINE_S", 1.0)
         host.take(Generate(id=4, messages=[Message("user", "loop")]))
         refused = wait_for(Finished, Failed)
     assert isinstance(refused, Failed) and "does not end within 1 seconds" in refused.error
