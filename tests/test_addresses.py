@@ -62,7 +62,6 @@ THROUGH = {
         path.relative_to(ROOT).with_suffix("").as_posix()
         for path in (ROOT / "engine/models/architectures/records").glob("[!_]*.py")
     ),
-    "engine/models/formats/test_repacking.py": "engine/models/architectures/schemes",
     "engine/models/store/test_fetching.py": "engine/models/formats/json_files",
     "engine/models/store/test_gguf_folder.py": "engine/models/formats/gguf_file "
     + " ".join(
@@ -78,7 +77,6 @@ THROUGH = {
     "engine/runtimes/test_protocol.py": "engine/moe/timing",
     "engine/runtimes/test_runtimes_gguf_packed.py": "engine/runtimes/torch/packed_modules "
     + " ".join(f"engine/models/architectures/gguf_{name}" for name in ("delta_net", "latent", "mamba")),
-    "engine/runtimes/test_runtimes_grouped_models.py": "engine/models/architectures/quantisation",
     "engine/runtimes/torch/offload/test_gates.py": "engine/runtimes/torch/experts_module",
     "engine/runtimes/torch/offload/test_hybrid_faults.py": "engine/runtimes/torch/gpu_memory_plan",
     "engine/runtimes/torch/offload/test_local_torch.py": "engine/moe/backend engine/moe/executor",

@@ -1,30 +1,20 @@
-"""Quantised safetensors: what ``config.json``, the files beside it and the tensors' names say of the method, and the
-refusal of those that do not run.
+"""Quantised safetensors: what ``config.json`` and the tensors' names say of the method, and the refusal of those that
+do not run.
 
-Those run that mlx-lm quantised in two to eight bits, gpt-oss in MXFP4 as it is published, FP8 with a scale for
-each block of 128 by 128 numbers, as DeepSeek publishes it, for each row, or for each matrix, and NVFP4 and integers
-of four and eight bits as vLLM's tools write them (:mod:`engine.models.architectures.schemes`).
+Those run that mlx-lm quantised in 2, 3, 4, 5, 6 or 8 bits, gpt-oss in MXFP4 as it is published, and FP8, NVFP4 and
+integers of four and eight bits as :mod:`engine.models.architectures.schemes` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.families import FAMILIES
-from engine.models.architectures.schemes import FP8, REPACKED_KINDS, UNLIKE, Scheme, schemes_of, unlike
-from engine.models.formats.json_files import SMALL_FILE, read_object
-from engine.models.formats.number_formats import BLOCK_SIDE, NVFP4_GROUP
-
-SETTINGS: Mapping[str, str] = {
-    "quantize_config.json": "GPTQ",
-    "quant_config.json": "AWQ",
-    "hf_quant_config.json": "ModelOpt",
-}
-"""Files beside ``config.json`` that some tools write, and the method that wrote them if they do not say it."""
+from engine.models.architectures.schemes import FP8, REPACKED_KINDS, Scheme, checks_of, schemes_of
+from engine.models.formats.number_formats import NVFP4_GROUP
 
 _METHODS: Mapping[str, str] = {
     "aqlm": "AQLM",
@@ -48,17 +38,21 @@ _METHODS: Mapping[str, str] = {
     "vptq": "VPTQ",
 }
 """Names of methods as their authors write them, by ``quant_method``."""
+_UNNAMED = "an unnamed method"
 
-_ENDINGS: tuple[tuple[str, str], ...] = (
-    (".qweight", "GPTQ or AWQ"),
-    (".qzeros", "GPTQ or AWQ"),
-    (".weight_packed", "compressed-tensors"),
-    (".weight.absmax", "bitsandbytes"),
-    (".weight.quant_map", "bitsandbytes"),
-    (".SCB", "bitsandbytes"),
-    (".weight_scale_inv", "FP8"),
+_ENDINGS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (".qweight", "GPTQ or AWQ", ("quantize_config.json", "quant_config.json")),
+    (".qzeros", "GPTQ or AWQ", ("quantize_config.json", "quant_config.json")),
+    (".weight_packed", "compressed-tensors", ()),
+    (".weight_scale_2", "ModelOpt", ("hf_quant_config.json",)),
+    (".weight_scale", "compressed-tensors or ModelOpt", ("hf_quant_config.json",)),
+    (".weight_scale_inv", "FP8", ()),
 )
-"""Ends of names that only quantised tensors have, and the method."""
+"""Ends of names that only tensors quantised with methods that run have, the method, and the files beside
+``config.json`` that may have its settings."""
+
+_FOREIGN = (".weight.absmax", ".weight.quant_map", ".SCB")
+"""Ends of names that only tensors quantised with bitsandbytes have."""
 
 FAMILIES_OF_MLX = tuple(
     name for name, family in FAMILIES.items() if family.mlx is not None and family.mlx.read_elsewhere
@@ -111,43 +105,36 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
     if method is None or (method == _METHODS["mxfp4"] and published):
         return
     if family is None:
-        raise _refused(f"{method} in the family {shown(config.get('model_type'))}")
-    if has_fp8(config) or schemes(config):
+        raise refused(f"{method} in the family {shown(config.get('model_type'))}")
+    if schemes(config):
         return
     settings = _of_mlx(config)
     if settings is None:
-        raise _refused(_described_other(config, method))
+        raise refused(_described_other(config, method))
     for each in (settings, *(own for own in settings.values() if isinstance(own, Mapping))):
         if _groups(each) is None:
-            raise _refused(_described(each))
+            raise refused(_described(each))
     if config.get("model_type") not in FAMILIES_OF_MLX:
-        raise _refused(f"{method} as mlx-lm stores the family {shown(config.get('model_type'))}")
+        raise refused(f"{method} as mlx-lm stores the family {shown(config.get('model_type'))}")
 
 
 def has_fp8(config: Mapping[str, Any]) -> bool:
-    """Whether weights of ``config`` are FP8 numbers (E4M3) with a scale for each block of 128 by 128 of them, for each
-    row, or for each matrix, and their inputs are not rounded by fixed scales."""
-    settings = config.get("quantization_config")
-    if not isinstance(settings, Mapping):
-        return False
-    if settings.get("quant_method") != "fp8":
-        return any(scheme.kind == FP8 for scheme in schemes(config))
-    usual = settings.get("fmt", "e4m3") == "e4m3" and settings.get("activation_scheme", "dynamic") == "dynamic"
-    return usual and settings.get("weight_block_size") in (None, [BLOCK_SIDE, BLOCK_SIDE])
+    """Whether weights of ``config`` are FP8 numbers (E4M3) that run."""
+    return any(scheme.kind == FP8 for scheme in schemes(config))
 
 
 def schemes(config: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    """How compressed-tensors, AutoAWQ or GPTQModel quantised the weights of ``config``; none if another did, or in a
-    way that does not run."""
-    settings = config.get("quantization_config")
-    if not isinstance(settings, Mapping) or settings.get("quant_method") not in UNLIKE:
-        return ()
-    return schemes_of(settings) if unlike(settings) is None else ()
+    """How the weights of ``config`` are quantised by a tool other than mlx-lm; none if they are not, or in a way that
+    does not run."""
+    settings = _of_others(config)
+    checks = checks_of(settings)
+    return schemes_of(settings) if checks is not None and checks(settings) is None else ()
 
 
 def codes_are_repacked(config: Mapping[str, Any]) -> bool:
     """Whether a runtime that reads the weights of ``config`` uses no codes where they are stored."""
-    return any(scheme.kind in REPACKED_KINDS for scheme in schemes(config))
+    found = schemes(config)
+    return bool(found) and all(scheme.kind in REPACKED_KINDS for scheme in found)
 
 
 def readable_quantised(config: Mapping[str, Any]) -> bool:
@@ -157,6 +144,12 @@ def readable_quantised(config: Mapping[str, Any]) -> bool:
     except ModelError:
         return False
     return True
+
+
+def _of_others(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of other tools than mlx-lm; empty if there are none."""
+    settings = config.get("quantization_config")
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def _of_mlx(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -186,62 +179,44 @@ def _described(settings: Mapping[str, Any]) -> str:
 
 
 def _described_other(config: Mapping[str, Any], method: str) -> str:
-    settings = config.get("quantization_config")
-    if not isinstance(settings, Mapping):
-        return method
-    if settings.get("quant_method") in UNLIKE:
-        return f"{method} with {unlike(settings)}"
-    if method != _METHODS["fp8"]:
-        return method
-    block, scheme = settings.get("weight_block_size"), settings.get("activation_scheme", "dynamic")
-    of = "a scale for a whole tensor" if block is None else f"blocks of {shown(block)}"
-    if settings.get("fmt", "e4m3") != "e4m3":
-        of = f"numbers of the kind {shown(settings['fmt'])}"
-    return f"{_METHODS['fp8']} with {of}" + ("" if scheme == "dynamic" else f" and {shown(scheme)} scales of inputs")
-
-
-def refuse_settings(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelError naming the method if ``config`` does not say that the weights are quantised, but a file beside
-    it does."""
-    if method_of(config) is not None:
-        return
-    for name, method in SETTINGS.items():
-        path = folder / name
-        if path.is_file():
-            settings = read_object(path, SMALL_FILE)
-            named = settings.get("quantization")  # ModelOpt has a table of that name
-            raise _refused(_named(named if isinstance(named, Mapping) else settings, method))
+    settings = _of_others(config)
+    checks = checks_of(settings)
+    return method if checks is None else f"{method} with {checks(settings)}"
 
 
 def refuse_names(names: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Raises ModelError naming the method if one of the tensors ``names`` is of quantised weights; or naming the tensor
-    if those of ``config`` are quantised in a way that runs."""
+    """Raises ModelError if one of the tensors ``names`` is of quantised weights that no reader took: naming the method
+    if it does not run, the tensor if the settings describe others, or where there are no settings."""
     for name in names:
-        for ending, method in _ENDINGS:
-            if name.endswith(ending):
-                if schemes(config):
-                    raise damaged(f"Tensor {name} is of no weight that is quantised as config.json describes it")
-                raise _refused(method)
+        if name.endswith(_FOREIGN):
+            raise refused(_METHODS["bitsandbytes"])
+        found = next((row for row in _ENDINGS if name.endswith(row[0])), None)
+        if found is None:
+            continue
+        if method_of(config) is not None:
+            raise damaged(f"Tensor {name} is of no weight that is quantised as the model's settings describe it")
+        _, method, files = found
+        says = "does not say" if not files else f"does not say, and neither does {' or '.join(files)} beside it,"
+        raise damaged(f"Tensor {name} is quantised with {method}, but config.json {says} how (quantization_config)")
 
 
-def _named(settings: Any, otherwise: str = "an unnamed method") -> str:
+def _named(settings: Any) -> str:
     if not isinstance(settings, Mapping):
-        return otherwise
+        return _UNNAMED
     method = settings.get("quant_method") or settings.get("quant_algo")
     if method:
         return _METHODS.get(str(method).lower(), shown(method))
     if any(key.endswith(("load_in_4bit", "load_in_8bit")) for key in _texts(settings)):
         return _METHODS["bitsandbytes"]
-    if "bits" in settings and "group_size" in settings and "desc_act" not in settings:
-        return "mlx's affine method" if otherwise == "an unnamed method" else otherwise
-    return otherwise
+    return "mlx's affine method" if "bits" in settings and "group_size" in settings else _UNNAMED
 
 
 def _texts(settings: Mapping[Any, Any]) -> Iterator[str]:
     return (key for key in settings if isinstance(key, str))
 
 
-def _refused(method: str) -> ModelError:
+def refused(method: str) -> ModelError:
+    """The error about weights that are quantised with a ``method`` that does not run."""
     return ModelError(
         f"The model's weights are quantised with {method}, which does not run here; take a GGUF file of the same model "
         "(privatellm models pull OWNER/REPOSITORY:Q4_K_M) or a bfloat16 copy of it."

@@ -427,5 +427,10 @@ class Family:
         return () if self.moe is None else self.moe.layouts
 
     @property
+    def separate_experts(self) -> bool:
+        """Whether each expert may have tensors of its own, as AWQ, GPTQ, compressed-tensors and ModelOpt need them."""
+        return any(tensor.stacking == "separate" for layout in self.layouts for tensor in layout)
+
+    @property
     def activation(self) -> ActivationKind:
         return "gated" if self.moe is None else self.moe.activation

@@ -1,7 +1,9 @@
-"""Quantised safetensors as vLLM's tools write them: what their settings say, and what of it does not run.
+"""Quantised safetensors as DeepSeek and vLLM's tools write them: what their settings say, and what of it does not run.
 
-compressed-tensors names a format for each group of modules; AutoAWQ, GPTQModel and ModelOpt have one for all. Modules
-that are left out have plain tensors, so that nothing here needs their names.
+compressed-tensors names a format for each group of modules; DeepSeek's FP8, AutoAWQ, GPTQModel and ModelOpt have one
+for all. Modules that are left out have plain tensors, so that nothing here needs their names.
+
+Files are not trusted: every setting may be of any type.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ REPACKED_KINDS = (INTEGERS, "AWQ", "GPTQ")
 """Kinds of schemes whose codes lie otherwise than the runtimes read them."""
 
 _FP8_BLOCK = [BLOCK_SIDE, BLOCK_SIDE]
+_STATIC = "static scales of inputs"
 
 Settings = Mapping[str, Any]
+Check = Callable[[Settings], str | None]
 
 
 @dataclass(frozen=True)
@@ -32,20 +36,22 @@ class Scheme:
     """How the weights of some modules are quantised.
 
     ``kind`` is a format of compressed-tensors, ``AWQ``, ``GPTQ``, or ``NVFP4`` as ModelOpt stores it; ``group`` the
-    numbers of a group, None if a row or the matrix has one scale; ``zeros_less`` by how much stored zero points are
-    less than they mean; ``rounds_inputs`` whether the settings ask for rounded inputs, too.
+    numbers of a group, None if a row, a block or the matrix has one scale; ``added_to_zeros`` what is added to stored
+    zero points; ``rounds_inputs`` whether the settings ask for rounded inputs, too.
     """
 
     kind: str
     bits: int
     group: int | None = None
-    zeros_less: int = 0
+    added_to_zeros: int = 0
     rounds_inputs: bool = False
 
 
 def schemes_of(settings: Settings) -> tuple[Scheme, ...]:
-    """The schemes that ``settings``, of which :func:`unlike` says None, name."""
-    method = settings.get("quant_method")
+    """The schemes that ``settings`` name, in which :func:`checks_of` finds nothing that does not run."""
+    method = _method(settings)
+    if method == "fp8":
+        return (Scheme(FP8, 8),)
     if method == "compressed-tensors":
         return tuple(map(_of_group, _groups(settings)))
     if method == "modelopt":
@@ -56,9 +62,16 @@ def schemes_of(settings: Settings) -> tuple[Scheme, ...]:
     return (Scheme("GPTQ", settings["bits"], group, int(_checkpoint_format(settings) == "gptq")),)
 
 
-def unlike(settings: Settings) -> str | None:
-    """What of ``settings``, of a method of :data:`UNLIKE`, does not run here, in a few words; None if all does."""
-    return UNLIKE[str(settings.get("quant_method"))](settings)
+def checks_of(settings: Settings) -> Check | None:
+    """The function that says what of ``settings`` does not run here, in a few words, and None if all does; None for
+    settings of another method."""
+    return _CHECKS.get(_method(settings))
+
+
+def _method(settings: Settings) -> str:
+    """The name of the method; empty if that is no text."""
+    method = settings.get("quant_method")
+    return method.lower() if isinstance(method, str) else ""
 
 
 # --- compressed-tensors ---------------------------------------------------------------------------------------------
@@ -103,7 +116,7 @@ def _unlike_group(group: Settings) -> str | None:
         return _format(group["format"])
     found = of_kind(weights)
     if found is None and group["format"] == FP8 and isinstance(inputs, Mapping) and inputs.get("dynamic") is not True:
-        return "static scales of inputs"
+        return _STATIC
     return found or ("rounded results" if group.get("output_activations") else None)
 
 
@@ -148,17 +161,31 @@ def _other_numbers(weights: Settings) -> str:
     return f"numbers of {shown(weights.get('num_bits'))} bits and the type {shown(weights.get('type'))}"
 
 
-_OF_KIND: Mapping[str, Callable[[Settings], str | None]] = {
+_OF_KIND: Mapping[str, Check] = {
     FP8: _unlike_fp8, PACKED: _unlike_packed, INTEGERS: _unlike_integers, NVFP4: _unlike_nvfp4
 }  # fmt: skip
 
 
-# --- ModelOpt, AutoAWQ and GPTQModel --------------------------------------------------------------------------------
+# --- DeepSeek, ModelOpt, AutoAWQ and GPTQModel ----------------------------------------------------------------------
+
+
+def _unlike_deepseek(settings: Settings) -> str | None:
+    block, inputs = settings.get("weight_block_size"), settings.get("activation_scheme", "dynamic")
+    if settings.get("fmt", "e4m3") != "e4m3":
+        return f"numbers of the kind {shown(settings['fmt'])}"
+    if block not in (None, _FP8_BLOCK):
+        return f"blocks of {shown(block)}"
+    return None if inputs == "dynamic" else f"{shown(inputs)} scales of inputs"
 
 
 def _unlike_modelopt(settings: Settings) -> str | None:
-    if settings.get("quant_algo") != NVFP4_OF_MODELOPT:
-        return f"the method {shown(settings.get('quant_algo'))}"
+    method, size = settings.get("quant_algo"), settings.get("group_size")
+    if method == "FP8":
+        return f"FP8 and {_STATIC}"
+    if method != NVFP4_OF_MODELOPT:
+        return f"the method {shown(method)}"
+    if size not in (None, NVFP4_GROUP):
+        return f"groups of {shown(size)}"
     groups = settings.get("config_groups")
     each = groups.values() if isinstance(groups, Mapping) else ()
     weights = (group.get("weights") for group in each if isinstance(group, Mapping))
@@ -187,7 +214,7 @@ def _unlike_gptq(settings: Settings) -> str | None:
 
 
 def _checkpoint_format(settings: Settings) -> Any:
-    return settings.get("checkpoint_format") or "gptq"
+    return "marlin" if settings.get("is_marlin_format") else settings.get("checkpoint_format") or "gptq"
 
 
 def _unlike_size(size: Any) -> str | None:
@@ -195,8 +222,8 @@ def _unlike_size(size: Any) -> str | None:
     return None if whole else f"groups of {shown(size)}"
 
 
-UNLIKE: Mapping[str, Callable[[Settings], str | None]] = {
-    "compressed-tensors": _unlike_compressed, "awq": _unlike_awq, "gptq": _unlike_gptq,
+_CHECKS: Mapping[str, Check] = {
+    "fp8": _unlike_deepseek, "compressed-tensors": _unlike_compressed, "awq": _unlike_awq, "gptq": _unlike_gptq,
     "modelopt": _unlike_modelopt,
 }  # fmt: skip
-"""Checks of the settings of a method, by its name in ``quant_method``."""
+"""By the method's name in ``quant_method``."""

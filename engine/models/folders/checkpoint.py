@@ -32,7 +32,7 @@ from engine.models.architectures.families import (
 from engine.models.architectures.gguf_architectures import architecture_of
 from engine.models.architectures.gguf_tensors import entries_of
 from engine.models.architectures.mlx_layout import as_transformers
-from engine.models.architectures.quantisation import method_of, refuse_names, schemes
+from engine.models.architectures.quantisation import method_of, refuse_names, refused, schemes
 from engine.models.architectures.record import PARTS, ExpertTensor, Family, Part
 from engine.models.folders.grouped_weights import REPACKED, Headers, gathered, grouped_places
 from engine.models.folders.model_folder import BANK_MANIFEST, INDEX
@@ -100,7 +100,7 @@ class Checkpoint:
                     self._trunk[name] = (file_name, entry)
         self._experts: PlainExperts | None = None
         if shape is not None and shape.layers:
-            self._experts = PlainExperts(collected.finish(folder), shape, self._files, shard)
+            self._experts = PlainExperts(collected.finish(folder, config), shape, self._files, shard)
 
     @property
     def folder(self) -> Path:
@@ -471,7 +471,7 @@ class _Collected:
         kind = "packed" if is_packed(entry.dtype) else entry.dtype
         self._kinds.setdefault((layer, tensor.parts[0]), {}).setdefault(kind, name)
 
-    def finish(self, folder: Path) -> _Sources:
+    def finish(self, folder: Path, config: Mapping[str, Any]) -> _Sources:
         """The collected sources. Raises ModelError for a missing tensor, or a layer whose experts are stored in several
         plain types. Formats may differ by matrix and by layer, and packed ones by expert too."""
         assert self._shape is not None
@@ -486,6 +486,8 @@ class _Collected:
         for layer in self._shape.layers:
             layout = max(self._family.layouts, key=lambda layout: self._present(layout, layer))
             missing = self._missing(layout, layer)
+            if missing is not None and schemes(config) and not self._family.separate_experts:
+                raise refused(f"{method_of(config)} as it stores experts of the family {self._family.model_type}")
             if missing is not None:
                 raise damaged(f"{folder}: tensor {missing} is missing")
             if per_layer[layer] != self._present(layout, layer):

@@ -249,7 +249,7 @@ def _nvfp4(
         )
     table = memory.place("F32", (*shape[:-2], 1, 256))
     groups = ((scales[0], replace(of_scales, dtype="U8")), (REPACKED, table))
-    made = ScaleTable(kind, table, factor, divides=kind == NVFP4)
+    made = ScaleTable(name, table, factor, divides=kind == NVFP4)
     return TensorEntry("GROUPED_NVFP4", shape, entry.start, entry.stop, groups, made=made)
 
 
@@ -314,7 +314,7 @@ def _repacking(
         name=name,
         kind=form.kind,
         bits=scheme.bits,
-        zeros_less=scheme.zeros_less,
+        added_to_zeros=scheme.added_to_zeros,
         shape=(rows, columns),
         sources=parts,
         codes=None if form.kind == PACKED else memory.place("U8", (rows, columns * scheme.bits // 8)),

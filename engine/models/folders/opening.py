@@ -9,9 +9,10 @@ from engine.errors import ModelError
 from engine.models.architectures.composite import language_only
 from engine.models.architectures.config_values import check_config
 from engine.models.architectures.families import check_supported, renamed
-from engine.models.architectures.quantisation import refuse_quantized, refuse_settings
+from engine.models.architectures.quantisation import refuse_quantized
 from engine.models.folders.checkpoint import OPENING, Checkpoint
 from engine.models.folders.model_folder import INDEX, JOURNAL
+from engine.models.folders.quantisation_settings import with_quantisation
 from engine.models.folders.shard_files import part_of
 from engine.models.formats.json_files import SMALL_FILE, read_object
 
@@ -34,7 +35,6 @@ def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole:
     config = read_config(folder)
     family = check_supported(config)
     refuse_quantized(config)
-    refuse_settings(folder, config)
     shard = None if as_whole else part_of(folder)
     if (folder / JOURNAL).is_file() and not (folder / INDEX).is_file():
         raise ModelError(f"{folder} is a preparation that was not finished; prepare the model again.")
@@ -42,7 +42,8 @@ def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of ``folder``; of a model that also sees pictures, the part of its language model.
+    """``config.json`` of ``folder``, with what files beside it say of quantisation; of a model that also sees pictures,
+    the part of its language model.
 
     Raises ModelError if it is missing, damaged, has an invalid setting, or asks for remote code.
     """
@@ -54,4 +55,4 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} has no config.json, so it is not a model; name another folder.")
     config = read_object(path, SMALL_FILE)
     check_config(config, str(path))
-    return renamed(language_only(config))
+    return with_quantisation(folder, renamed(language_only(config)))

@@ -162,7 +162,8 @@ def _opened_layout(opened: Checkpoint) -> WeightLayout:
 
 def _library_entries(folder: Path, config: Mapping[str, Any]) -> dict[str, dict[str, TensorEntry]] | None:
     """The tensors by file of a folder in mlx-lm's layout or quantised; None for any other."""
-    paths = sorted(folder.glob("model*.safetensors"))
+    # AutoGPTQ called its only file otherwise.
+    paths = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not config.get("quantization") and not config.get("quantization_config"):
         # One header tells: mlx-lm renames the experts of all layers or of none.
         names = (name for path in paths for name in read_header(path))

@@ -60,8 +60,8 @@ codes of so many bits: a number is scale * code + bias. ``OCP_MXFP4`` is MXFP4 a
 numbers of four bits with an exponent of two (E8M0). Codes follow one another, the first in the lowest bits of a byte.
 ``BLOCK_FP8`` has numbers of eight bits (E4M3, without infinities) times a scale: that of their block of rows and
 columns, as DeepSeek publishes it, of their row, or of the whole matrix. ``GROUPED_NVFP4`` is NVFP4 as NVIDIA publishes
-it: groups of 16 numbers as those of MXFP4 with a scale of eight bits (E4M3), and in place of biases half of what each
-of the 256 scales is in the matrix, so times or by its own scale."""
+it: groups of 16 numbers as those of MXFP4, each with one byte for its scale (E4M3). A matrix has, in place of biases,
+a table of 256 numbers: for each byte half of the scale that it stands for, with the matrix's own scale in it."""
 
 NVFP4_GROUP = 16
 """Numbers of a group of ``GROUPED_NVFP4``."""

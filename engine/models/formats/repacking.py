@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
+from engine.errors import ModelError, damaged
 from engine.models.formats.mapped_file import MappedFile
 from engine.models.formats.safetensors_files import TensorEntry
 
@@ -33,7 +33,7 @@ _BAND = 32
 class Repacking:
     """How a tensor's parts in memory of their own are computed from stored ones.
 
-    ``kind`` and ``zeros_less`` are those of :class:`engine.models.architectures.schemes.Scheme`. ``sources``: the
+    ``kind`` and ``added_to_zeros`` are those of :class:`engine.models.architectures.schemes.Scheme`. ``sources``: the
     stored ``codes``, ``scales`` and perhaps ``zeros`` and ``order``, each with its file's name. ``codes``, ``scales``
     and ``biases`` lie in the memory; None for what is used where it is stored.
     """
@@ -41,7 +41,7 @@ class Repacking:
     name: str
     kind: str
     bits: int
-    zeros_less: int
+    added_to_zeros: int
     shape: tuple[int, int]
     sources: Mapping[str, tuple[str, TensorEntry]]
     biases: TensorEntry
@@ -54,7 +54,8 @@ class Repacking:
         return sum(part.nbytes for part in (self.codes, self.scales, self.biases) if part is not None)
 
     def run(self, files: Mapping[str, MappedFile], memory: MappedFile) -> int:
-        """Compute the parts, and return their bytes. Raises ModelError if columns lie in the order of activations."""
+        """Compute the parts, and return their bytes. Raises ModelError if columns lie in the order of activations, or
+        scales or biases are no finite numbers of their format."""
 
         def read(part: str) -> NDArray[Any]:
             file, entry = self.sources[part]
@@ -72,7 +73,13 @@ class Repacking:
             self._check_order(read("order"), scales.shape[1])
         zeros = self._zeros(read, rows) if "zeros" in self.sources else np.float32(1 << self.bits - 1)
         repeated = groups // scales.shape[1]
-        place(self.biases)[...] = _narrow(np.repeat(-(scales * zeros), repeated, axis=1), self.biases.dtype)
+        with np.errstate(all="ignore"):
+            biases = -(scales * zeros)
+            stored = _narrow(biases, self.biases.dtype)
+        # Of a scale that is no finite number the bias is none, either; in half precision it may overflow by itself.
+        if not np.isfinite(_wide(stored, self.biases.dtype)).all():
+            raise damaged(f"Scales of {self.name} are no numbers, or too large")
+        place(self.biases)[...] = np.repeat(stored, repeated, axis=1)
         if self.scales is not None:
             place(self.scales)[...] = _narrow(np.repeat(scales, repeated, axis=1), self.scales.dtype)
         if self.codes is not None:
@@ -90,7 +97,7 @@ class Repacking:
         if self.kind == "AWQ":
             packed = codes.reshape(len(codes), -1, len(AWQ_ORDER))
             codes = packed[:, :, np.argsort(AWQ_ORDER)].reshape(len(codes), -1)
-        return codes[:, :rows].T.astype(np.float32) + np.float32(self.zeros_less)
+        return codes[:, :rows].T.astype(np.float32) + np.float32(self.added_to_zeros)
 
     def _check_order(self, order: NDArray[Any], groups: int) -> None:
         columns = self.shape[1]
@@ -103,10 +110,14 @@ class Repacking:
 
 @dataclass(frozen=True, eq=False)
 class ScaleTable:
-    """How what the scales of an NVFP4 matrix stand for is computed: half of each of the 256 numbers of E4M3, times or,
-    if it ``divides``, by the matrix's own ``factor``."""
+    """How the ``table`` of an NVFP4 matrix is computed, which has for each byte of a scale half of the number that it
+    stands for.
 
-    kind: str
+    That number is the byte's as E4M3, multiplied by the matrix's own ``factor`` (None: 1), or if it ``divides``,
+    divided by it. ``name`` is the matrix's. Codes count in halves, hence half.
+    """
+
+    name: str
     table: TensorEntry
     factor: tuple[str, TensorEntry] | None
     divides: bool
@@ -117,20 +128,24 @@ class ScaleTable:
         return self.table.nbytes
 
     def run(self, files: Mapping[str, MappedFile], memory: MappedFile) -> int:
-        """Compute the table, and return its bytes."""
+        """Compute the table, and return its bytes. Raises ModelError if the factor makes scales infinite."""
         scales = _e4m3()
+        numbers = np.isfinite(scales)
         if self.factor is not None:
             file, entry = self.factor
             factor = files[file].tensor(entry.dtype, entry.shape, entry.start).words.view(np.float32).reshape(())
             with np.errstate(all="ignore"):
                 scales = scales / factor if self.divides else scales * factor
+            if not np.isfinite(scales[numbers]).all():
+                raise damaged(f"Scales of {self.name} are no numbers with their factor {factor}")
         place = memory.tensor("F32", self.table.shape, self.table.start).words
         place[...] = (scales * np.float32(0.5)).view(np.uint32)
         return self.nbytes
 
 
 def _e4m3() -> NDArray[np.float32]:
-    """The numbers of E4M3 by their bytes, with infinities for the two that are none."""
+    """The 256 numbers of E4M3 by their bytes. The two bytes that are no number get infinities, so that what is computed
+    with them is seen to be none."""
     code = np.arange(256)
     exponent, digits = code >> 3 & 15, code & 7
     sizes = np.where(exponent == 0, np.ldexp(digits, -9), np.ldexp(8 + digits, exponent - 10))

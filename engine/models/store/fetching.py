@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
 from engine.models.architectures.families import check_supported
-from engine.models.architectures.quantisation import SETTINGS, refuse_quantized, refuse_settings
+from engine.models.architectures.quantisation import refuse_quantized
 from engine.models.folders import model_folder
 from engine.models.folders.opening import read_config
+from engine.models.folders.quantisation_settings import FILES
 from engine.models.folders.sizes import check_sizes
 from engine.models.store import local_models
 from engine.models.store.downloading import Download, StopCheck, disk_error, write_json
@@ -120,12 +121,11 @@ def _fetch_safetensors(task: Download, repository: Repository, refuse: Refuse) -
     from engine.models.store import hub
 
     small = hub.small_files(repository)
-    first = [file for file in small if file.name == "config.json" or file.name in SETTINGS]
+    first = [file for file in small if file.name == "config.json" or file.name in FILES]
     task.fetch(first, hub.total_bytes(first))
     config = read_config(task.folder)
     check_supported(config)
     refuse(config, 0)
-    refuse_settings(task.folder, config)
     check_sizes(config)
     task.fetch(small, hub.total_bytes(small))
     index = task.folder / hub.WEIGHT_INDEX

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model, read_config
 from engine.models.folders.sizes import sizes_of
@@ -48,7 +48,7 @@ def unsupported_quantisation(config: Mapping[str, Any]) -> str | None:
     method = settings.get("quant_method") if settings else None
     if method in (None, "mxfp4"):
         return None
-    return f"the mlx runtime does not read checkpoints quantised with {method!r}"
+    return f"the mlx runtime does not read checkpoints quantised with '{shown(method)}'"
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -176,7 +176,7 @@ def test_the_layout_for_rings_has_the_bytes_as_they_are_stored(tmp_path: Path, s
         ("int-quantized", {"weights.strategy": "group"}, "a scale for each group"),
         ("NVFP4", {"weights.group_size": 32}, "groups of 32"),
         ("NVFP4", {"format": "mxfp4-pack-quantized"}, "the format mxfp4-pack-quantized"),
-        ("NVFP4, ModelOpt", {"quant_algo": "FP8"}, "ModelOpt with the method FP8"),
+        ("NVFP4, ModelOpt", {"quant_algo": "FP8"}, "ModelOpt with FP8 and static scales of inputs"),
     ],
 )
 def test_what_does_not_run_is_refused_by_name(
@@ -222,6 +222,58 @@ def test_an_order_of_activations_that_changes_nothing_runs(tmp_path: Path, sourc
     found.repack(quiet)
     assert found.experts is not None and wanted.experts is not None
     assert (values_of(found.experts.expert(0, 0).down) == wanted.experts.expert(0, 0).down.words.view(np.float32)).all()
+
+
+LARGE = 9000.0
+"""A scale in half precision of which eight times is infinite."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("GPTQ", np.inf), ("AWQ", np.nan), ("AWQ", np.inf), ("GPTQ, 8 bits", -np.inf), ("int-quantized, one scale", LARGE),
+     ("pack-quantized, groups of 128", LARGE), ("pack-quantized, rows", np.nan), ("pack-quantized, rows", 3e38),
+     ("int-quantized", np.inf), ("NVFP4", 0.0), ("NVFP4", np.nan), ("NVFP4, ModelOpt", np.inf),
+     ("NVFP4, ModelOpt", 1e38)],
+)  # fmt: skip
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path, source: Path, name: str, value: float) -> None:
+    """None at all, or none where the biases are kept in their format."""
+    folder, _ = write_zero_points(tmp_path / "model", source, FORMS[name])
+    endings = (".scales", ".weight_global_scale", ".weight_scale_2")
+    own = [part for part in load_file(folder / "model.safetensors") if part.startswith(EXPERT + ".")]
+    changed = next((part for part in own if part.endswith(endings)), EXPERT + ".weight_scale")
+    change_tensors(folder, lambda tensors: tensors[changed].view(-1)[-1:].fill_(value))
+    with pytest.raises(ModelError, match=rf"Scales of {EXPERT}\.\w+ are no numbers.*; fetch the model again"):
+        open_model(folder).repack(quiet)
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "AWQ"])
+def test_large_scales_in_half_precision_with_zero_points_keep_their_biases(
+    tmp_path: Path, source: Path, name: str
+) -> None:
+    folder, _ = write_zero_points(tmp_path / "model", source, FORMS[name])
+    change_tensors(folder, lambda tensors: tensors[f"{EXPERT}.scales"].fill_(LARGE))
+    opened = open_model(folder)
+    opened.repack(quiet)
+    assert opened.experts is not None
+    values = values_of(opened.experts.expert(1, 2).gate)
+    assert np.isfinite(values).all() and np.abs(values).max() >= 7 * LARGE
+
+
+@pytest.mark.parametrize("name", ["AWQ", "pack-quantized", "NVFP4"])
+def test_experts_that_a_family_stores_otherwise_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Llama 4's are one tensor for all, which these tools take apart."""
+    sizes = whole_blocks("qwen3_moe") | {"moe_intermediate_size": 384}
+    source = write_tiny_model(tmp_path / "source", "llama4_text")
+    taken = write_tiny_model(tmp_path / "taken", "qwen3_moe", **sizes)
+    tensors = {part.replace("mlp", "feed_forward"): tensor for part, tensor in load_file(
+        write_zero_points(tmp_path / "quantised", taken, FORMS[name])[0] / "model.safetensors").items()
+        if ".experts." in part}  # fmt: skip
+    whole = {part: tensor for part, tensor in load_file(source / "model.safetensors").items() if "experts" not in part}
+    save_file(whole | tensors, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": FORMS[name].settings([])}))
+    with pytest.raises(ModelError, match="as it stores experts of the family llama4_text, which does not run here"):
+        open_model(source)
 
 
 @pytest.mark.parametrize("name", ["AWQ", "GPTQ", "pack-quantized, zero points", "int-quantized", "NVFP4, ModelOpt"])

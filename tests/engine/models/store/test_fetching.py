@@ -24,6 +24,7 @@ import pytest
 
 from engine.errors import Cancelled, ModelError
 from engine.models.folders import model_folder
+from engine.models.folders.opening import read_config
 from engine.models.store import downloading, local_models
 from engine.models.store import hub as hub_module
 from engine.models.store.fetching import pull
@@ -367,10 +368,19 @@ def test_a_model_that_cannot_run_is_refused_after_its_configuration(
 
 
 def test_a_file_that_names_the_quantisation_is_read_before_the_weights(hub: LoopbackHub, repo: Repo) -> None:
-    repo.files["quantize_config.json"] = json.dumps({"bits": 4, "group_size": 128, "damp_percent": 0.1}).encode()
-    with pytest.raises(ModelError, match="quantised with GPTQ, which does not run here; take a GGUF file"):
+    repo.files["quantize_config.json"] = json.dumps({"bits": 3, "group_size": 128, "damp_percent": 0.1}).encode()
+    with pytest.raises(ModelError, match="quantised with GPTQ with 3 bits, which does not run here; take a GGUF file"):
         pull(REPO, quiet)
     assert hub.file_requests(SHARDS[0]) == hub.file_requests("tokenizer.json") == []
+
+
+def test_a_model_that_a_file_beside_its_configuration_describes_is_fetched_with_it(
+    hub: LoopbackHub, repo: Repo
+) -> None:
+    repo.files["quantize_config.json"] = json.dumps({"bits": 4, "group_size": 128, "desc_act": False}).encode()
+    folder = pull(REPO, quiet)
+    assert (folder / "quantize_config.json").is_file()
+    assert read_config(folder)["quantization_config"]["quant_method"] == "gptq"
 
 
 def test_pickled_weights_are_refused(hub: LoopbackHub, repo: Repo) -> None:
