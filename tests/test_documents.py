@@ -225,8 +225,26 @@ def test_the_table_of_models_is_what_runs() -> None:
     assert having("native") == listed(name for name, family in families.FAMILIES.items() if family.native)
     assert having("mlx") == listed(mlx_families.SUPPORTED)
     assert having("mlx-lm, 2 to 8 bits") == listed(quantisation.FAMILIES_OF_MLX)
+    in_rows = [name for name, family in families.FAMILIES.items()
+               if not any(tensor.strided for layout in family.layouts[:1] for tensor in layout)]  # fmt: skip
+    assert having("FP8") == listed(in_rows)
     files = {name for row in rows if row["GGUF"] != "no" for name in row["GGUF"].split(", ")}
     assert files == set(gguf_architectures.ARCHITECTURES)
+
+
+def test_the_families_whose_experts_have_no_tensors_of_their_own_are_named() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    (named,) = re.findall(r"^- The experts of (.*?)\s+are\s+one tensor", text, re.MULTILINE | re.DOTALL)
+    together = {name for name, family in families.FAMILIES.items() if family.moe and not family.separate_experts}
+    assert set(re.split(r",\s+|\s+and\s+", named)) == {name.removesuffix("_text") for name in together}
+
+
+def test_the_first_page_says_how_many_families_run() -> None:
+    """In words, of the tens that are more than full."""
+    words_of = {"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (tens,) = re.findall(r"\[More than (\w+) families\]", text)
+    assert words_of[tens] < len(families.SUPPORTED) <= words_of[tens] + 10
 
 
 def test_the_most_downloaded_models_are_those_that_run() -> None:
