@@ -248,11 +248,11 @@ class LlamaCppEngine(Engine):
         if code:
             raise RuntimeError(f"llama_decode returned {code}")
         indices = [index for index, entry in enumerate(entries) if entry[3]]
-        logits = [
-            np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, index), (self._vocabulary,)).copy()
-            for index in indices
-        ]
-        return np.stack(logits)
+        return np.stack([self._logits(index) for index in indices])
+
+    def _logits(self, index: int) -> Logits:
+        """The logits of entry ``index`` of the last pass, [vocabulary]."""
+        return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, index), (self._vocabulary,)).copy()
 
     def prompt(self, tokens: Sequence[int]) -> Logits:
         self._api.llama_memory_clear(self._memory, True)

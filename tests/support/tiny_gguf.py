@@ -507,7 +507,11 @@ def _write_metadata(
         shared = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
         writer.add_expert_shared_feed_forward_length(shared)
     if architecture == "hunyuan-moe":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    if architecture == "exaone-moe":
+        shared = config["num_shared_experts"] * config["moe_intermediate_size"]
+        writer.add_expert_shared_feed_forward_length(shared)
     if config.get("n_shared_experts") or config.get("num_shared_experts"):
         _write_shared(writer, config)
     if architecture in ("glm4moe", "glm4", "minimax-m2"):
