@@ -58,6 +58,8 @@ class Sight:
     """Whether the tokens of a picture see each other, also those after them."""
     spread: bool = False
     """Whether a token's position is its place in the picture (mrope), not its place in the text."""
+    sections: tuple[int, int, int] = (11, 11, 10)
+    """Pairs of numbers of a head that turn by each of the three positions, if they are ``spread``."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """What is taken from red, green and blue, each from 0 to 1."""
     deviation: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -128,8 +130,21 @@ def _qwen(family: str, config: Mapping[str, Any], processor: Mapping[str, Any]) 
         merge,
         most=max(1, min(most // area, MOST_TOKENS)),
         spread=True,
+        sections=_sections(config),
     )
     return _with_colours(replace(sight, least=max(1, min(-(-least // area), sight.most))), processor)
+
+
+def _sections(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    text = config.get("text_config")
+    rope = text.get("rope_parameters") if isinstance(text, Mapping) else None
+    values = rope.get("mrope_section") if isinstance(rope, Mapping) else None
+    if values is None:
+        return Sight.sections
+    if not isinstance(values, list) or len(values) != 3 or not all(type(each) is int and each >= 0 for each in values):
+        raise damaged(f"The setting mrope_section is {shown(values)}, not three whole numbers")
+    time, above, left = values
+    return time, above, left
 
 
 def _qwen_scaled(sight: Sight, height: int, width: int) -> tuple[int, int]:

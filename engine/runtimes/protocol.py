@@ -24,6 +24,7 @@ from engine.models.formats.byte_map import FileMapping
 from engine.moe.expert_parallel import LayerExchange, RankContext
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Recorder
+from engine.pictures.shown import ShownPictures
 
 if TYPE_CHECKING:
     from engine.generation.sampling import Sampler
@@ -185,6 +186,15 @@ class LoadedModel(LoadedWeights):
     between_layers: Callable[[], None] | None = None
     """If set, called before each decoder layer of an :meth:`TokenRows.extend`; may raise :class:`Interrupted`. Runtimes
     that cannot stop within a chunk do not call it."""
+
+    pictures: ShownPictures | None = None
+    """The pictures that the model is shown, whose tokens :meth:`TokenRows.extend` then takes; None: it is shown none.
+    """
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether passes take rows of pictures, so that :attr:`pictures` may be set."""
+        return False
 
     @property
     @abstractmethod

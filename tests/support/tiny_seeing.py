@@ -50,9 +50,9 @@ TINY_SEEING = tuple(_KINDS)
 other, and E2B, whose do not."""
 
 
-def write_tiny_seeing(folder: Path, kind: str, **overrides: Any) -> Path:
+def write_tiny_seeing(folder: Path, kind: str, dtype: str = "float32", **overrides: Any) -> Path:
     """Write the tiny model ``kind``, one of :data:`TINY_SEEING`, into ``folder``. ``overrides``: settings of its
-    language model. The same arguments give the same weights."""
+    language model. ``dtype``: torch's name of the stored type. The same arguments give the same weights."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -67,6 +67,7 @@ def write_tiny_seeing(folder: Path, kind: str, **overrides: Any) -> Path:
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
     fill_randomly(model, text)
+    model.to(getattr(torch, dtype))
     model.save_pretrained(folder)
     processor: dict[str, Any] = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
     if whole == "gemma4":

@@ -13,6 +13,8 @@ from engine.ipc.messages import ModelFacts
 from engine.models.formats.byte_map import FileMapping
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.timing import Phase, Recorder
+from engine.pictures.places import PicturePlace
+from engine.pictures.shown import PicturePass, ShownPictures, joined
 from engine.runtimes.protocol import LoadedModel, Logits, RowArray, TokenRows
 
 
@@ -71,8 +73,10 @@ class LocalModel(LoadedModel):
         if self._closed or phase == "prefill":
             self.check_files()
         vocabulary = self._facts.vocabulary
+        # Tokens of pictures are prompts' only, and were looked up before.
+        shown = self.pictures is not None and phase == "prefill"
         for row in tokens:
-            if min(row) < 0 or max(row) >= vocabulary:
+            if (min(row) < 0 and not shown) or max(row) >= vocabulary:
                 wrong = next(token for token in row if not 0 <= token < vocabulary)
                 raise ModelError(
                     f"Token id {wrong} is outside the model's vocabulary of {vocabulary}.", kind="bad-input"
@@ -94,6 +98,9 @@ class WithFacts(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
+    @property
+    def pictures(self) -> ShownPictures | None: ...
+
 
 class LocalRows(TokenRows):
     """Rows of tokens in this machine's memory.
@@ -103,14 +110,23 @@ class LocalRows(TokenRows):
 
     def __init__(self, model: WithFacts) -> None:
         self._model = model
+        self._pictures: tuple[PicturePlace, ...] = ()
+        """The pictures in the rows, which are the same in all of them."""
 
     @abstractmethod
-    def _pass(self, phase: Phase, tokens: list[list[int]], want_logits: bool, as_steps: bool = False) -> Logits | None:
+    def _pass(
+        self,
+        phase: Phase,
+        tokens: list[list[int]],
+        want_logits: bool,
+        as_steps: bool = False,
+        pictures: PicturePass | None = None,
+    ) -> Logits | None:
         """Run one forward pass over ``tokens`` [rows][positions] after the contents of the rows.
 
-        ``as_steps``: with the bits of one pass per position. Returns the logits after the last position, float32 [rows,
-        vocabulary] ([rows, 0] at a place in a ring that does not need them), or None. A pass that raises leaves the
-        rows unchanged.
+        ``as_steps``: with the bits of one pass per position. ``pictures``: what pictures change. Returns the
+        logits after the last position, float32 [rows, vocabulary] ([rows, 0] at a place in a ring that does not need
+        them), or None. A pass that raises leaves the rows unchanged.
         """
 
     @abstractmethod
@@ -143,14 +159,23 @@ class LocalRows(TokenRows):
         if not tokens:
             raise ValueError("a pass needs at least one token")
         self.settle()
-        logits = self._pass("prefill", [list(tokens)], want_logits, as_steps)
+        start, shown = self.length, self._model.pictures
+        logits = self._pass("prefill", [list(tokens)], want_logits, as_steps, self._seen(tokens))
+        if shown is not None:
+            self._pictures = tuple(joined(self._pictures, shown.places(tokens, start)))
         return None if logits is None else logits[0]
+
+    def _seen(self, tokens: Sequence[int]) -> PicturePass | None:
+        """What pictures change in a pass over ``tokens`` of one row, or over tokens of all of them."""
+        shown = self._model.pictures
+        return None if shown is None else shown.pass_over(self._pictures, tokens, self.length)
 
     def step(self, tokens: Sequence[int]) -> Logits:
         if len(tokens) != self.rows:
             raise ValueError(f"{len(tokens)} tokens for {self.rows} rows")
         self.settle()
-        logits = self._pass("decode", [[token] for token in tokens], want_logits=True)
+        pictures = self._seen([0]) if self._pictures else None
+        logits = self._pass("decode", [[token] for token in tokens], want_logits=True, pictures=pictures)
         assert logits is not None
         return logits
 
@@ -164,13 +189,16 @@ class LocalRows(TokenRows):
             raise ValueError(f"cannot keep {length} tokens: what they see was forgotten")
         self.settle()
         self._cut(length)
+        self._pictures = tuple(place for place in self._pictures if place.start < length)
 
     def fan_out(self, rows: int) -> Self:
         self._expect_one_row("fan_out works")
         if rows < 1:
             raise ValueError(f"{rows} rows cannot be made")
         self.settle()
-        return self._copied(rows)
+        copied = self._copied(rows)
+        copied._pictures = self._pictures
+        return copied
 
     def reorder(self, parents: Sequence[int]) -> int:
         if len(parents) != self.rows or not all(0 <= parent < self.rows for parent in parents):

@@ -17,6 +17,7 @@ from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import ModelFacts
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase
+from engine.pictures.shown import PicturePass
 from engine.runtimes.common.model import LocalModel, LocalRows
 from engine.runtimes.mlx import eligible, wired
 from engine.runtimes.mlx import spans as timed
@@ -301,7 +302,15 @@ class MlxRows(LocalRows):
         windowed = [cache for cache in self._caches if cache.window is not None] if self.can_truncate else []
         return sum(cache.bytes_per_position() for cache in windowed), max((c.window or 0 for c in windowed), default=0)
 
-    def _pass(self, phase: Phase, tokens: list[list[int]], want_logits: bool, as_steps: bool = False) -> Logits | None:
+    def _pass(
+        self,
+        phase: Phase,
+        tokens: list[list[int]],
+        want_logits: bool,
+        as_steps: bool = False,
+        pictures: PicturePass | None = None,
+    ) -> Logits | None:
+        assert pictures is None
         with self._model.step(phase, tokens), self._all_or_nothing():
             hidden = self._model.hidden(mx.array(tokens, dtype=mx.int32), self._caches)
             logits = self._model.logits(hidden) if want_logits else None

@@ -220,6 +220,8 @@ class Pass(ctypes.Structure):
 
     _fields_ = (
         ("ids", ctypes.c_void_p),
+        ("given", ctypes.c_void_p),
+        ("seen", ctypes.c_void_p),
         ("cosine", ctypes.c_void_p * HEAD_KINDS),
         ("sine", ctypes.c_void_p * HEAD_KINDS),
         ("query_scale", ctypes.c_void_p),
@@ -238,6 +240,7 @@ class Pass(ctypes.Structure):
         ("first_layer", ctypes.c_int64),
         ("last_layer", ctypes.c_int64),
         ("as_steps", ctypes.c_int64),
+        ("given_id", ctypes.c_int64),
     )
 
 

@@ -17,18 +17,17 @@ from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.kernels.pool import Pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
+from engine.pictures.shown import PicturePass
 from engine.runtimes.common.model import LocalModel, LocalRows
 from engine.runtimes.native.bindings import MEANING, PARTS, STEPS_TOGETHER, STOPPED, Pass, Stop, native
 from engine.runtimes.native.cache import AlikeLayers, PageShape, Segments, States
+from engine.runtimes.native.inputs import Angles, PassInputs, pieces, query_scales
 from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.rotary import Rotary
 from engine.runtimes.native.shape import Shape
 from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.protocol import Fill, Logits, RowArray, RowPart, TokenRows
 from engine.system.free_memory import memory
-
-PIECE = 512
-"""Maximum positions of one pass. A longer prefill runs in pieces, so that its buffers stay small."""
 
 KEPT_BYTES = 8 * 1024 * 1024
 """Bytes of a workspace that is always kept for the next pass."""
@@ -38,9 +37,6 @@ hands them out again, and a virtual machine may first have to ask its host for t
 
 STOP_INTERVAL_S = 0.005
 """Minimum seconds between two checks whether a pass over a prompt is still wanted."""
-
-_ANGLES = 512
-"""Number of positions whose cosines and sines are computed together."""
 
 
 def _stop_by(check: Callable[[], None], raised: list[BaseException]) -> Any:
@@ -54,28 +50,6 @@ def _stop_by(check: Callable[[], None], raised: list[BaseException]) -> Any:
         return len(raised)
 
     return Stop(stop)
-
-
-class Angles:
-    """Cosines and sines of all positions needed so far, [positions, width / 2], float32."""
-
-    def __init__(self, rotary: Rotary) -> None:
-        self._rotary = rotary
-        half = len(rotary.inverse_frequencies)
-        self.cosine: NDArray[np.float32] = np.empty((0, half), np.float32)
-        self.sine: NDArray[np.float32] = np.empty((0, half), np.float32)
-
-    def need(self, positions: int) -> None:
-        have = len(self.cosine)
-        if positions <= have:
-            return
-        wanted = max(-(-positions // _ANGLES) * _ANGLES, have + have // 4)
-        angles = np.arange(have, wanted, dtype=np.float32)[:, None] * self._rotary.inverse_frequencies[None]
-        factor = np.float32(self._rotary.factor)
-        # Computed in float64 and rounded, as numpy's float32 routines differ by CPU, and nodes of a ring must not.
-        exact = angles.astype(np.float64)
-        self.cosine = np.concatenate([self.cosine, np.cos(exact).astype(np.float32) * factor])
-        self.sine = np.concatenate([self.sine, np.sin(exact).astype(np.float32) * factor])
 
 
 @dataclass(frozen=True)
@@ -93,15 +67,6 @@ class OpenedModel:
     """Rotary frequencies of each kind of heads."""
     popularity: Popularity | None
     """The number of routes to each expert; None for a dense model."""
-
-
-def query_scales(shape: Shape, start: int, count: int) -> NDArray[np.float32] | None:
-    """Further factors [count] of the queries of positions from ``start`` on; None if there are none."""
-    growth = shape.query_growth
-    if growth is None:
-        return None
-    positions = np.arange(start, start + count, dtype=np.float64) + growth.ahead
-    return np.asarray(1 + growth.by * np.log(1 + np.floor(positions / growth.step)), np.float32)
 
 
 class NativeModel(LocalModel):
@@ -160,8 +125,18 @@ class NativeModel(LocalModel):
         self._weights = self._ring = self._files = None
         self._workspace = np.empty(0, np.uint8)
 
+    @property
+    def takes_pictures(self) -> bool:
+        return self._ring is None
+
     def run(
-        self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool, as_steps: bool = False
+        self,
+        phase: Phase,
+        tokens: list[list[int]],
+        cache: Segments,
+        want_logits: bool,
+        as_steps: bool = False,
+        pictures: PicturePass | None = None,
     ) -> Logits | None:
         """See :meth:`engine.runtimes.common.model.LocalRows._pass`; ``cache`` is that of the rows."""
         try:
@@ -169,7 +144,7 @@ class NativeModel(LocalModel):
                 assert self._weights is not None
                 before = self._counts() if measured else {}
                 self._seconds[:] = 0
-                logits = self._pieces(self._weights, phase, tokens, cache, want_logits, as_steps)
+                logits = self._pieces(self._weights, phase, tokens, cache, want_logits, as_steps, pictures)
                 if measured:
                     self._record(before)
         except BaseException:
@@ -189,6 +164,7 @@ class NativeModel(LocalModel):
         cache: Segments,
         want_logits: bool,
         as_steps: bool,
+        pictures: PicturePass | None,
     ) -> Logits | None:
         """Run a long prefill in pieces. Only the last piece gives logits. Nothing is committed here."""
         count, start = len(tokens[0]), cache.length
@@ -196,14 +172,11 @@ class NativeModel(LocalModel):
         # A step is one call, which nothing ends before its time but a change of the files, and then the model is lost.
         whole = phase == "decode" and self._ring is None
         states = None if cache.states is None else cache.states.begin(in_place=whole)
-        for angles in self._angles:
-            angles.need(start + count)
+        inputs = PassInputs.of(tokens, start, self._angles, pictures, self.pictures)
         logits: Logits | None = np.empty((len(tokens), self._shape.vocabulary), np.float32) if want_logits else None
-        ids = np.array(tokens, dtype=np.int32)
-        for first in range(0, count, PIECE):
-            piece = np.ascontiguousarray(ids[:, first : first + PIECE])
-            last = first + PIECE >= count
-            found = logits if last else None
+        for first, end in pieces(start, count, inputs.ends):
+            found = logits if end == count else None
+            piece = inputs.part(first, end)
             self._one_pass(weights, phase, piece, start + first, table, segments, states, found, first == 0, as_steps)
             if states is not None:
                 states = (states[1], states[1])
@@ -215,7 +188,7 @@ class NativeModel(LocalModel):
         self,
         weights: TrunkWeights,
         phase: Phase,
-        ids: NDArray[np.int32],
+        inputs: PassInputs,
         start: int,
         table: Any,
         segments: int,
@@ -225,11 +198,14 @@ class NativeModel(LocalModel):
         as_steps: bool,
     ) -> None:
         library, layers = native(), self._shape.layers
-        growth = query_scales(self._shape, start, ids.shape[1])
+        rows, count = inputs.ids.shape
+        growth = query_scales(self._shape, start, count)
         call = Pass(
-            ids=ids.ctypes.data,
-            cosine=tuple(angles.cosine[start:].ctypes.data for angles in self._angles),
-            sine=tuple(angles.sine[start:].ctypes.data for angles in self._angles),
+            ids=inputs.ids.ctypes.data,
+            given=None if inputs.given is None else inputs.given.ctypes.data,
+            seen=None if inputs.ends is None else inputs.ends.ctypes.data,
+            cosine=tuple(cosine.ctypes.data for cosine in inputs.cosine),
+            sine=tuple(sine.ctypes.data for sine in inputs.sine),
             query_scale=None if growth is None else growth.ctypes.data,
             segments=table,
             logits=None if logits is None else logits.ctypes.data,
@@ -237,11 +213,12 @@ class NativeModel(LocalModel):
             states_after=None if states is None else ctypes.addressof(states[1]),
             seconds=self._seconds.ctypes.data,
             segment_count=segments,
-            rows=ids.shape[0],
-            tokens=ids.shape[1],
+            rows=rows,
+            tokens=count,
             start=start,
             last_layer=layers,
             as_steps=as_steps,
+            given_id=inputs.given_id,
         )
         address = ctypes.addressof(call)
         call.workspace = self._room(library.pllm_trunk_bytes(weights.address, address, self._pool.threads))
@@ -332,8 +309,15 @@ class NativeTokenRows(LocalRows):
         """A row that shares this one's pages and states, without a copy; None if the row can be truncated anyway."""
         return None if self.can_truncate else self.fan_out(1)
 
-    def _pass(self, phase: Phase, tokens: list[list[int]], want_logits: bool, as_steps: bool = False) -> Logits | None:
-        return self._model.run(phase, tokens, self._cache, want_logits, as_steps)
+    def _pass(
+        self,
+        phase: Phase,
+        tokens: list[list[int]],
+        want_logits: bool,
+        as_steps: bool = False,
+        pictures: PicturePass | None = None,
+    ) -> Logits | None:
+        return self._model.run(phase, tokens, self._cache, want_logits, as_steps, pictures)
 
     def _cut(self, length: int) -> None:
         self._cache.truncate(length)

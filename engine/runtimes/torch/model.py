@@ -19,6 +19,7 @@ from engine.models.formats.model_files import ModelFiles
 from engine.moe.executor import Executor
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Part, Phase, Recorder
+from engine.pictures.shown import PicturePass
 from engine.runtimes.common.model import LocalModel, LocalRows
 from engine.runtimes.protocol import Fill, Logits, RowArray, RowPart, TokenRows
 from engine.runtimes.torch.cache import AnyCache, contents_of, empty_cache, fill_cache
@@ -27,6 +28,7 @@ from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.offload.devices import DeviceLost
 from engine.runtimes.torch.offload.torch_tensors import kernels_for
 from engine.runtimes.torch.packed_modules import numbers_kept_packed
+from engine.runtimes.torch.picture_inputs import picture_inputs
 
 
 class TorchTokenRows(LocalRows):
@@ -53,8 +55,15 @@ class TorchTokenRows(LocalRows):
     def can_truncate(self) -> bool:
         return self._cache.can_truncate
 
-    def _pass(self, phase: Phase, tokens: list[list[int]], want_logits: bool, as_steps: bool = False) -> Logits | None:
-        return self._model.run(phase, tokens, self._cache, want_logits)
+    def _pass(
+        self,
+        phase: Phase,
+        tokens: list[list[int]],
+        want_logits: bool,
+        as_steps: bool = False,
+        pictures: PicturePass | None = None,
+    ) -> Logits | None:
+        return self._model.run(phase, tokens, self._cache, want_logits, pictures)
 
     def _cut(self, length: int) -> None:
         """This costs nothing, and the buffers stay."""
@@ -167,14 +176,25 @@ class TorchModel(LocalModel):
             self.executor.backend.close()
         self.executor = self._shared = None
 
-    def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
+    @property
+    def takes_pictures(self) -> bool:
+        return self._logits
+
+    def run(
+        self,
+        phase: Phase,
+        tokens: list[list[int]],
+        cache: AnyCache,
+        want_logits: bool,
+        pictures: PicturePass | None = None,
+    ) -> Logits | None:
         """See :meth:`engine.runtimes.common.model.LocalRows._pass`; ``cache`` is that of the rows."""
         with self.one_pass(phase, tokens):
             self._hooks.match()
             check = self.between_layers if phase == "prefill" else None
             layers = decoder_layers(self._module)
             with checked(layers, check), experts_of_last(layers, int(want_logits) if phase == "prefill" else None):
-                logits = self.with_room(lambda: self._forward(tokens, cache, want_logits))
+                logits = self.with_room(lambda: self._forward(tokens, cache, want_logits, pictures))
         cache.commit(len(tokens[0]))
         return logits
 
@@ -187,15 +207,19 @@ class TorchModel(LocalModel):
                 if self._shared is None or not self._shared.backend.make_room():
                     raise
 
-    def _forward(self, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
+    def _forward(
+        self, tokens: list[list[int]], cache: AnyCache, want_logits: bool, pictures: PicturePass | None
+    ) -> Logits | None:
         start = cache.position.length
         with torch.inference_mode(), kernels_for(len(tokens) * len(tokens[0]), self._convolves):
-            inputs = {
+            inputs: dict[str, Any] = {
                 "input_ids": torch.tensor(tokens, device=self.device),
                 "position_ids": torch.arange(start, start + len(tokens[0]), device=self.device)[None],
                 "past_key_values": cache,
                 "use_cache": True,
             }
+            if pictures is not None and self.pictures is not None:
+                inputs |= picture_inputs(base_of(self._module), inputs, pictures, self.pictures.sight)
             if not (want_logits and self._logits):
                 # The head is left out: for a large vocabulary it costs as much as several layers.
                 base_of(self._module)(**inputs)

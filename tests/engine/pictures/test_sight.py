@@ -31,6 +31,7 @@ def test_what_is_read_of_a_qwen() -> None:
     found = sight(QWEN, {"size": {"shortest_edge": 4096, "longest_edge": 102_400}, "image_mean": [0.1, 0.2, 0.3]})
     assert found == Sight("qwen3_5", 7, 16, 2, most=100, least=4, spread=True, mean=(0.1, 0.2, 0.3))
     assert sight(QWEN).most == MOST_TOKENS
+    assert sight(QWEN | {"text_config": {"rope_parameters": {"mrope_section": [3, 2, 1]}}}).sections == (3, 2, 1)
 
 
 def test_what_is_read_of_a_gemma() -> None:
@@ -50,6 +51,7 @@ def test_what_is_read_of_a_gemma() -> None:
         (QWEN, {"image_std": [0.5, 0.0, 0.5]}, "0.0"),
         (QWEN, {"image_mean": "grey"}, "grey"),
         (QWEN | {"image_token_id": -1}, {}, "-1"),
+        (QWEN | {"text_config": {"rope_parameters": {"mrope_section": [1, 2]}}}, {}, "mrope_section"),
         (GEMMA, {"max_soft_tokens": 71}, "71"),
         (GEMMA, {"pooling_kernel_size": 2}, "2"),
     ],

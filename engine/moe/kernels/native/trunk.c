@@ -146,9 +146,15 @@ static void open_embedding(const trunk_job *job, const pllm_matrix *table, int64
 
 static void embed(walk *w) {
     const pllm_trunk *trunk = w->job->trunk;
-    for (int64_t row = share_start(w); row < share_end(w); row++)
-        open_embedding(w->job, &trunk->embedding, w->job->pass->ids[row], trunk->embedding_scale,
-                       w->h + row * trunk->hidden);
+    const pllm_pass *pass = w->job->pass;
+    for (int64_t row = share_start(w); row < share_end(w); row++) {
+        const int64_t id = pass->ids[row];
+        float *to = w->h + row * trunk->hidden;
+        if (id < 0)
+            memcpy(to, pass->given + (-1 - id) * trunk->hidden, (size_t)trunk->hidden * 4);
+        else
+            open_embedding(w->job, &trunk->embedding, id, trunk->embedding_scale, to);
+    }
 }
 
 /* Every layer's own embedding of each token, in job->own_input: what is stored of the token, added to the normed
@@ -163,7 +169,8 @@ static void embed_own(walk *w) {
     const int64_t last = job->positions * (w->thread + 1) / w->threads;
     for (int64_t row = job->positions * w->thread / w->threads; row < last; row++) {
         float *to = job->own_input + row * all, *stored = w->own.own_input;
-        open_embedding(job, &trunk->own_embedding, job->pass->ids[row], sqrtf((float)width), stored);
+        const int64_t id = job->pass->ids[row] < 0 ? job->pass->given_id : job->pass->ids[row];
+        open_embedding(job, &trunk->own_embedding, id, sqrtf((float)width), stored);
         for (int64_t d = 0; d < all; d++) to[d] *= 1.0F / sqrtf((float)trunk->hidden);
         for (int64_t at = 0; at < all; at += width) job->set->norm(to + at, trunk->own_norm, trunk->epsilon, width);
         for (int64_t d = 0; d < all; d++) to[d] = (to[d] + stored[d]) * 0.70710678F;
@@ -674,6 +681,9 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
         pass->last_layer > trunk->layer_count || pass->first_layer > pass->last_layer || pass->segment_count < 1)
         return PLLM_E_ARGUMENT;
     if (pass->as_steps && (pass->rows > 1 || pass->tokens > PLLM_STEPS)) return PLLM_E_ARGUMENT;
+    if (pass->seen && (pass->rows > 1 || pass->as_steps)) return PLLM_E_ARGUMENT;
+    for (int64_t i = 0; i < pass->rows * pass->tokens; i++)
+        if (pass->ids[i] < 0 && !pass->given) return PLLM_E_ARGUMENT;
     if (trunk->convolution_layers > 0 && (trunk->convolution_taps < 1 || !(pass->states_before && pass->states_after)))
         return PLLM_E_ARGUMENT;
     if (trunk->delta_layers > 0 &&

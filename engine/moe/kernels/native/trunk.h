@@ -202,7 +202,10 @@ typedef struct pllm_segment {
 #define PLLM_STEPS 8
 
 typedef struct pllm_pass {
-    const int32_t *ids;          /* [rows, tokens] */
+    const int32_t *ids;          /* [rows, tokens]; -1 - i: row i of `given` stands in place of an embedding */
+    const float *given;          /* [..., hidden]; NULL without such tokens */
+    const int64_t *seen;         /* [tokens]: in layers with a window a query sees the positions before this one, if it is
+                                    behind its own; NULL: up to its own. Not with as_steps */
     const float *cosine[PLLM_HEAD_KINDS], *sine[PLLM_HEAD_KINDS]; /* [tokens, rotated / 2], of positions start... */
     const float *query_scale;    /* [tokens]: further factors of the queries of positions start... in layers that are
                                     `grown`; NULL: none */
@@ -217,6 +220,7 @@ typedef struct pllm_pass {
     int64_t segment_count, rows, tokens, start, first_layer, last_layer;
     int64_t as_steps;            /* what comes out equals, to the bit, `tokens` passes of one token each, at most PLLM_STEPS;
                                     0: it need not */
+    int64_t given_id;            /* the token whose own embeddings (own_embedding) `given` rows have */
 } pllm_pass;
 
 /* Where a pass stopped before the routed experts of `layer`. The addresses lie in the pass's workspace. */

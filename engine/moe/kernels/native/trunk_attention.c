@@ -22,6 +22,13 @@ static int64_t lowest(const pllm_trunk_layer *layer, int64_t position) {
     return layer->window ? MAX(0, position - layer->window + 1) : 0;
 }
 
+/* The position behind those that a token of the pass sees. */
+static int64_t behind_seen(const trunk_job *job, int64_t layer, int64_t index) {
+    const pllm_pass *pass = job->pass;
+    const int64_t own = pass->start + index + 1;
+    return pass->seen && job->trunk->layers[layer].window ? MAX(own, pass->seen[index]) : own;
+}
+
 /* ---- Heads ------------------------------------------------------------------------------------------------ */
 
 /* 1 / the root mean square of a whole projection, for families that norm all its heads as one. The squares are added in
@@ -252,6 +259,8 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
     const head_shape *shape = shape_of(job, layer);
     const int64_t width = shape->width, group = shape->group, count = (last - first) * group;
     const int64_t lowest_seen = lowest(trunk->layers + layer, pass->start + first);
+    int64_t behind = 0;
+    for (int64_t index = first; index < last; index++) behind = MAX(behind, behind_seen(job, layer, index));
     const float *sinks = trunk->layers[layer].sinks;
     reset(own, count, width, sinks ? sinks + head * group : NULL, group);
     for (int64_t i = 0; i < count; i++)
@@ -259,13 +268,13 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
     for (int64_t s = 0; s < pass->segment_count; s++) {
         const pllm_segment *segment = pass->segments + s;
         const int64_t from = MAX(segment->start, lowest_seen);
-        const int64_t to = MIN(segment->start + segment->count, pass->start + last);
+        const int64_t to = MIN(segment->start + segment->count, behind);
         if (from >= to) continue;
         const int64_t shift = segment->offset - segment->start;
         for (int64_t i = 0; i < count; i++) {
-            const int64_t position = pass->start + first + i / group;
-            own->low[i] = lowest(trunk->layers + layer, position) + shift;
-            own->high[i] = position + 1 + shift;
+            const int64_t index = first + i / group;
+            own->low[i] = lowest(trunk->layers + layer, pass->start + index) + shift;
+            own->high[i] = behind_seen(job, layer, index) + shift;
         }
         const int64_t start = head_start(job, segment, 0, layer, head);
         const attention a = {.queries = own->queries, .low = own->low, .high = own->high,

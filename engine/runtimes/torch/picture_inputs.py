@@ -1,0 +1,49 @@
+"""The inputs of transformers' language models for tokens of pictures, as its whole models pass them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.pictures.shown import PicturePass
+from engine.pictures.sight import Sight
+
+
+def picture_inputs(base: Any, inputs: dict[str, Any], pictures: PicturePass, sight: Sight) -> dict[str, Any]:
+    """What replaces ``inputs`` (``input_ids``, ``position_ids`` and ``past_key_values``) of a pass over tokens of one
+    row with ``pictures``, or of one token of several rows. ``base``: the model without its head."""
+    changed: dict[str, Any] = {}
+    positions = inputs["position_ids"]
+    if pictures.positions is not None:
+        # The first of four says what a token sees.
+        spread = torch.from_numpy(pictures.positions).to(positions.device)[:, None]
+        changed["position_ids"] = torch.cat((positions[None], spread))
+    if not len(pictures.given):
+        return changed
+    ids = inputs["input_ids"].clone()
+    seen = torch.tensor([pictures.ids], device=ids.device) < 0
+    ids[seen] = sight.given
+    embeddings = base.get_input_embeddings()(ids)
+    embeddings[seen] = torch.from_numpy(pictures.given).to(embeddings)
+    changed |= {"input_ids": None, "inputs_embeds": embeddings}
+    if getattr(base.config, "hidden_size_per_layer_input", 0):
+        changed["per_layer_inputs"] = base.get_per_layer_inputs(ids, None)
+    if pictures.ends is not None:
+        changed["attention_mask"] = _seeing_masks(base.config, embeddings, inputs, pictures.ends.tolist())
+    return changed
+
+
+def _seeing_masks(config: Any, embeddings: torch.Tensor, inputs: dict[str, Any], ends: list[int]) -> dict[str, Any]:
+    """The masks of a model in which tokens of a picture see each other, by their ``ends``."""
+    from transformers.models.gemma4.modeling_gemma4 import create_masks_for_vision_model
+
+    start = int(inputs["position_ids"][0, 0])
+    blocks = torch.full((1, start + len(ends)), -1, device=embeddings.device)
+    for index, end in enumerate(ends):
+        if end > start + index + 1 or (index and ends[index - 1] == end):
+            blocks[0, start + index] = end
+    masks: dict[str, Any] = create_masks_for_vision_model(
+        config, embeddings, None, inputs["past_key_values"], inputs["position_ids"], blocks
+    )
+    return masks

@@ -1,0 +1,87 @@
+"""Prompts with pictures, for the runtimes and for transformers' own whole models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.pictures.folders import read_sight
+from engine.pictures.picture import Picture
+from engine.pictures.shown import ShownPictures
+from engine.runtimes.protocol import LoadedModel, Logits
+from engine.runtimes.torch.tower import VisionTower
+from tests.support.progress import quiet
+from tests.support.tiny_seeing import PLACEHOLDER
+
+Prompt = Sequence[int | Picture]
+
+
+def see(model: LoadedModel, folder: Path, *pictures: Picture) -> None:
+    """Let ``model`` take pictures, with the rows of ``pictures``."""
+    sight = read_sight(folder)
+    assert sight is not None and model.takes_pictures
+    model.pictures = ShownPictures(sight, model.facts.hidden)
+    tower = VisionTower(folder, sight)
+    for picture in pictures:
+        model.pictures.show(picture)
+        model.pictures.put(picture, tower.rows(picture, quiet))
+
+
+def tokens_of(model: LoadedModel, prompt: Prompt) -> list[int]:
+    """The token ids of ``prompt``, of pictures those that the model gives them."""
+    shown = model.pictures
+    assert shown is not None
+    return [token for part in prompt for token in (shown.show(part) if isinstance(part, Picture) else [part])]
+
+
+def whole_logits(folder: Path, prompt: Prompt) -> Logits:
+    """The logits [tokens, vocabulary] of transformers' own whole model after each token of ``prompt``."""
+    model = _whole(folder)
+    sight = read_sight(folder)
+    assert sight is not None
+    ids: list[int] = []
+    for part in prompt:
+        if isinstance(part, Picture):
+            ids += [PLACEHOLDER] * sight.grid(part.height, part.width).tokens
+        else:
+            ids.append(part)
+    tokens = torch.tensor([ids])
+    inputs: dict[str, Any] = {"input_ids": tokens, "mm_token_type_ids": (tokens == PLACEHOLDER).int()}
+    pixels = [
+        np.frombuffer(part.rgb, np.uint8).reshape(part.height, part.width, 3)
+        for part in prompt
+        if isinstance(part, Picture)
+    ]
+    if pixels:
+        inputs |= {
+            key: value
+            for key, value in _processor(model.config.model_type)(pixels, return_tensors="pt").items()
+            if key != "num_soft_tokens_per_image"
+        }
+    model.model.rope_deltas = None
+    with torch.inference_mode():
+        logits: Logits = model(**inputs, use_cache=False).logits[0].float().numpy()
+    return logits
+
+
+@functools.lru_cache(maxsize=4)
+def _whole(folder: Path) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _processor(family: str) -> Any:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    if family == "gemma4":
+        return Gemma4ImageProcessorPil(max_soft_tokens=70, patch_size=4)
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    half = [0.5] * 3
+    return Qwen2VLImageProcessorPil(patch_size=4, size=size, image_mean=half, image_std=half)
