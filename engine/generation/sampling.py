@@ -75,8 +75,9 @@ class SamplingRule:
         return self if self.seed is None else replace(self, seed=(self.seed + index) % _SEED_LIMIT)
 
     def penalised_of(self, prompt: Iterable[int]) -> frozenset[int]:
-        """The tokens of ``prompt`` that the penalty counts."""
-        return frozenset(prompt) if self.repetition_penalty != 1.0 and self.penalises_prompt else frozenset()
+        """The tokens of ``prompt`` that the penalty counts. Those below zero are no tokens of the vocabulary."""
+        counts = self.repetition_penalty != 1.0 and self.penalises_prompt
+        return frozenset(token for token in prompt if token >= 0) if counts else frozenset()
 
     @property
     def used(self) -> Sampling:

@@ -57,18 +57,18 @@ class ShownPictures:
 
         Raises ModelError (bad-input) if it is too long and narrow.
         """
-        number = self._numbers.get(picture.digest)
-        if number is None:
+        if picture.digest not in self._numbers:
             if len(self._grids) == _MOST_PICTURES:
                 raise ModelError(f"More than {_MOST_PICTURES} pictures were shown; load the model again.", "bad-input")
             self._grids.append(self.sight.grid(picture.height, picture.width))
-            number = self._numbers[picture.digest] = len(self._grids) - 1
+            self._numbers[picture.digest] = len(self._grids) - 1
+        return self.ids_of(picture.digest)
+
+    def ids_of(self, digest: bytes) -> list[int]:
+        """The ids of the tokens of a picture that was shown, by its digest."""
+        number = self._numbers[digest]
         first = -1 - number * _MOST
         return list(range(first, first - self._grids[number].tokens, -1))
-
-    def text_ids(self, tokens: Sequence[int]) -> list[int]:
-        """``tokens`` with the model's placeholder for tokens of pictures."""
-        return [self.sight.placeholder if token < 0 else token for token in tokens]
 
     def whole(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Beginnings and ends in ``tokens`` of what has to be in one pass: pictures whose tokens see each other."""
@@ -78,20 +78,16 @@ class ShownPictures:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def lacks(self, picture: Picture) -> bool:
+    def lacks(self, digest: bytes) -> bool:
         """Whether the rows of a picture that was shown are not here."""
-        return self._numbers[picture.digest] not in self._rows
+        return self._numbers[digest] not in self._rows
 
-    def put(self, picture: Picture, rows: Rows) -> None:
+    def put(self, digest: bytes, rows: Rows) -> None:
         """Keep the tower's ``rows`` [tokens, hidden] of a picture that was shown."""
-        number = self._numbers[picture.digest]
+        number = self._numbers[digest]
         if rows.shape != (self._grids[number].tokens, self._hidden):
             raise ValueError(f"rows of the shape {rows.shape} for {self._grids[number]}")
         self._rows[number] = rows
-
-    def is_of(self, token: int, picture: Picture) -> bool:
-        """Whether a token is of ``picture``, which was shown."""
-        return token < 0 and (-1 - token) // _MOST == self._numbers[picture.digest]
 
     def forget_old(self) -> None:
         """Forget the rows of the oldest pictures, as far as they take more than :data:`KEPT_BYTES`."""

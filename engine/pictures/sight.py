@@ -52,6 +52,9 @@ class Sight:
     """Maximum tokens of a picture."""
     least: int = 1
     """Minimum tokens of a picture, as far as its sides allow."""
+    before: tuple[int, ...] = ()
+    """Ids of the tokens that come before a picture besides those that the chat template writes."""
+    after: tuple[int, ...] = ()
     given: int = 0
     """Id of the token whose other embeddings (:attr:`DecoderRecord.own_input`) the rows of a picture have."""
     together: bool = False
@@ -179,6 +182,8 @@ def _gemma(family: str, config: Mapping[str, Any], processor: Mapping[str, Any])
         patch,
         merge,
         most,
+        before=(_number(config, "boi_token_id", 255_999, least=0),),
+        after=(_number(config, "eoi_token_id", 258_882, least=0),),
         given=_number(text, "pad_token_id", 0, least=0),
         together=text.get("use_bidirectional_attention") == "vision",
         mean=(0.0, 0.0, 0.0),

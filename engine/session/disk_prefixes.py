@@ -149,7 +149,10 @@ class DiskPrefixes:
         if row.rows is None or not is_owner(row.owner):
             return False
         grown = len(row.tokens) - row.on_disk
-        return grown >= (LEAST_TOKENS if last else max(LEAST_TOKENS, row.on_disk // GROWTH))
+        if grown < (LEAST_TOKENS if last else max(LEAST_TOKENS, row.on_disk // GROWTH)):
+            return False
+        # The ids of a picture's tokens mean nothing to another process.
+        return min(row.tokens) >= 0
 
     def write(self, row: CachedRow, should_stop: Callable[[], bool]) -> str:
         """Write ``row``, and remove the least recently used files to keep the limit.

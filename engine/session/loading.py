@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.errors import shown
+from engine.errors import ModelError, shown
 from engine.generation.sampling import own_sampling, stated_penalty, usual_limit
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
@@ -21,6 +21,8 @@ from engine.session.refusals import check_request
 if TYPE_CHECKING:
     from engine.cluster.head.lacked_model import LackedModel
     from engine.cluster.network import ClusterNetwork
+    from engine.runtimes.protocol import LoadedModel
+    from engine.session.looking import Looking
     from engine.session.session import Session
 
 
@@ -98,9 +100,12 @@ def load_session(
         )
     if request.prefix_disk_bytes == 0:
         remove_prefixes()
+    looking, way_out, said = pictures_for(model, folder, in_ring=network is not None)
+    notices += said
     facts = msgspec.structs.replace(
         model.facts,
         name=name,
+        sees_pictures=looking is not None,
         has_chat_template=words is not None and words.has_chat_template,
         has_tokenizer=words is not None,
         reasoning=words.reasoning_facts if words is not None else None,
@@ -127,8 +132,29 @@ def load_session(
         prefill_chunk=chunk,
         prefix_bytes=request.prefix_bytes,
         prefix_disk_bytes=request.prefix_disk_bytes or 0,
+        looking=looking,
+        way_to_see=way_out,
         identity=prefix_identity(folder, request, model.facts) if request.prefix_disk_bytes else "",
     )
+
+
+def pictures_for(model: LoadedModel, folder: Path, *, in_ring: bool) -> tuple[Looking | None, str, list[str]]:
+    """What shows pictures to ``model``, loaded from ``folder``; None if it is shown none, and then what to do about
+    that. Sentences for the person."""
+    from engine.pictures.folders import read_sight
+    from engine.pictures.shown import ShownPictures
+    from engine.session.looking import Looking
+    from engine.session.refusals import way_to_see
+
+    said, sight = list[str](), None
+    try:
+        sight = read_sight(folder)
+    except ModelError as error:
+        said.append(f"No picture can be shown to this model: {error}")
+    if sight is not None and model.takes_pictures and not in_ring:
+        model.pictures = ShownPictures(sight, model.facts.hidden)
+        return Looking(model.pictures, folder), "", said
+    return None, way_to_see(model.facts, has_tower=sight is not None, in_ring=in_ring), said
 
 
 def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[], bool] | None) -> tuple[str, Path]:

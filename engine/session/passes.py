@@ -46,11 +46,21 @@ class PassSequence:
             return PassSequence((*self.runs, -tokens))
         return PassSequence((*self.runs[:-1], self.runs[-1] - tokens))
 
-    def up_to(self, length: int, chunk: int) -> PassSequence:
-        """This sequence, followed by passes of at most ``chunk`` tokens up to a total of ``length``."""
-        missing = length - self.length
-        whole, rest = divmod(missing, chunk)
-        return PassSequence((*self.runs, *[chunk] * whole, *([rest] if rest else [])))
+    def up_to(self, length: int, chunk: int, whole: Sequence[tuple[int, int]] = ()) -> PassSequence:
+        """This sequence, followed by passes of at most ``chunk`` tokens up to a total of ``length``.
+
+        ``whole``: beginnings and ends of tokens that have to be in one pass, which may be longer. ``length`` is not
+        between them.
+        """
+        runs, at = list(self.runs), self.length
+        while at < length:
+            end = min(at + chunk, length)
+            cut = next(((first, last) for first, last in whole if first < end < last), None)
+            if cut is not None:
+                end = cut[0] if cut[0] > at else cut[1]
+            runs.append(end - at)
+            at = end
+        return PassSequence(runs)
 
     def cut(self, length: int) -> PassSequence:
         """The passes that ended within the first ``length`` tokens."""

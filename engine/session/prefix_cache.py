@@ -46,12 +46,17 @@ CHECKPOINT_TAIL = 16
 them: they hold what the template writes before an answer, which the next prompt replaces."""
 
 
+Look = Callable[[Sequence[int], Turn], None]
+"""Makes the rows of pictures of which some of the tokens are. It may raise Cancelled."""
+
+
 class PrefixCache:
     """The cache of the current conversation and of others.
 
     ``rows`` holds the keys and values of ``tokens``, or is None if the cache is empty. ``chunk`` is the number of
     tokens of a prefill chunk. ``budget`` gives the bytes that other conversations may take, if they take those of its
-    argument now. ``disk`` keeps conversations between runs, if it is not None. After an exception in a forward pass the
+    argument now. ``disk`` keeps conversations between runs, if it is not None. ``look`` is
+    called with the tokens that are about to be run. After an exception in a forward pass the
     caller must call :meth:`forget`, because the cache is then in an unknown state.
     """
 
@@ -61,9 +66,11 @@ class PrefixCache:
         chunk: int,
         budget: Callable[[int], int] = lambda kept: 0,
         disk: DiskPrefixes | None = None,
+        look: Look | None = None,
     ) -> None:
         self._model = model
         self._disk = disk
+        self._look = look
         self._chunk = chunk
         self._budget = budget
         self._now = CachedRow()
@@ -210,10 +217,12 @@ class PrefixCache:
         if row.rows is not None and reused.length < row.rows.shortest_cut:
             saved = row.checkpoint
             reused = saved.passes if saved is not None and saved.begins(prompt) else PassSequence()
+        pictures = self._model.pictures
+        whole = [] if pictures is None else pictures.whole(prompt)
         tail = len(prompt) - CHECKPOINT_TAIL
         if self._model.facts.state_bytes and reused.length < tail:
-            reused = reused.up_to(tail, self._chunk)
-        return reused.up_to(len(prompt), self._chunk)
+            reused = reused.up_to(tail, self._chunk, whole)
+        return reused.up_to(len(prompt), self._chunk, whole)
 
     def _lost_beginning(self, prompt: Sequence[int]) -> tuple[list[int], PassSequence] | None:
         """The conversation, lost with the ring since the last prompt, that shares most with ``prompt``; None if none
@@ -339,6 +348,11 @@ class PrefixCache:
         self._now.belongs_to(turn.owner)
         reused = len(self.tokens)
         turn.emit(Prefill(id=turn.id, done=reused, total=len(tokens), reused=reused))
+        if self._look is not None and reused < len(tokens):
+            try:
+                self._look(tokens[reused:], turn)
+            except Cancelled:
+                return None
         known = self._now.known
         logits = known[1] if known is not None and reused == len(tokens) else None
         for run in passes.after(reused):

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.errors import ModelError
-from engine.ipc.messages import MOST_SAMPLES, Generate, Load, Message
+from engine.ipc.messages import MOST_SAMPLES, Generate, Load, Message, ModelFacts
+from engine.models.architectures.families import FAMILIES
 from engine.models.text.tool_formats import ToolFormat, offered_tools
+from engine.pictures.sight import TOWERS
 
 
 def check_request(request: Load) -> None:
@@ -47,14 +49,28 @@ def refuse_beside_beams(request: Generate) -> None:
             raise ModelError(f"Beam search cannot do {what}; use 1 beam, or leave that out.", kind="bad-input")
 
 
-def refuse_pictures(messages: Sequence[Message], model: str) -> None:
-    """Raises ModelError (bad-input) if there are pictures, which ``model`` does not see."""
+def refuse_pictures(messages: Sequence[Message], model: str, way_out: str) -> None:
+    """Raises ModelError (bad-input) if there are pictures, which ``model`` does not see. ``way_out``: what to do."""
     count = sum(len(message.pictures) for message in messages)
     if count:
         what = "a picture" if count == 1 else f"{count} pictures"
         raise ModelError(
-            f"The question holds {what}, and {model} sees none: leave that out, or load a model that sees.", "bad-input"
+            f"The question holds {what}, and {model} sees none: leave that out, or {way_out}.", "bad-input"
         )
+
+
+def way_to_see(facts: ModelFacts, *, has_tower: bool, in_ring: bool) -> str:
+    """What to do so that pictures are seen, for the model of ``facts`` that sees none.
+
+    ``has_tower``: its files have the weights of a tower."""
+    whole = FAMILIES[facts.family].whole if facts.family in FAMILIES else ""
+    if whole not in TOWERS:
+        return "load a model that sees: Qwen 3.5, Qwen 3.6 or Gemma 4, from safetensors files"
+    if in_ring:
+        return "load it on this machine alone, as a ring shows it none"
+    if not has_tower:
+        return "load its safetensors files as published, as these files lack the part that sees"
+    return f"load it with the runtime native or torch, as {facts.runtime} shows it none"
 
 
 def with_usable_tools(request: Generate, form: ToolFormat | None) -> tuple[Generate, list[str]]:

@@ -44,6 +44,7 @@ from engine.runtimes.protocol import (
 )
 from engine.session.constrained import Constraining
 from engine.session.disk_prefixes import DiskPrefixes
+from engine.session.looking import Looking
 from engine.session.prefix_cache import PrefixCache
 from engine.session.refusals import check_samples, refuse_beside_beams, refuse_pictures, with_usable_tools
 from engine.session.sampled_answers import SampleRun
@@ -77,7 +78,8 @@ class Session:
     ``ends``: token ids that end an answer. ``defaults``: the model's ``generation_config.json``. ``memory`` gives the
     bytes that are free for keys and values. ``prefix_bytes``: bytes that all conversations but the current one may
     take; None: a part of what is free. ``prefix_disk_bytes``: bytes on disk for prefixes kept between runs; 0: none.
-    ``identity``: of the model and everything on which its bits depend.
+    ``identity``: of the model and everything on which its bits depend. ``looking`` shows the model pictures; without,
+    ``way_to_see`` is what to do so that they are seen.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class Session:
         prefix_bytes: int | None = 0,
         prefix_disk_bytes: int = 0,
         identity: str = "",
+        looking: Looking | None = None,
+        way_to_see: str = "load a model that sees",
         memory: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -111,7 +115,10 @@ class Session:
         self._disk: DiskPrefixes | None = None
         if prefix_disk_bytes and model.keeps_contents:
             self._disk = DiskPrefixes(model, identity, prefix_disk_bytes, self._memory)
-        self._cache = PrefixCache(model, prefill_chunk, self._budget, self._disk)
+        self._looking = looking
+        self._way_to_see = way_to_see
+        look = None if looking is None else lambda tokens, turn: looking.look(tokens, turn.report)
+        self._cache = PrefixCache(model, prefill_chunk, self._budget, self._disk, look)
         self._context: list[int] = []
         self._constraining: Constraining | None = None
         self._parser: Callable[[], ReasoningParser] | None = None
@@ -168,6 +175,8 @@ class Session:
         """Free the memory. The session cannot be used afterwards."""
         self._cache.forget()
         self._model.close()
+        if self._looking is not None:
+            self._looking.close()
 
     def resize(self, gpu_expert_bytes: int | None) -> ModelFacts:
         """Give the experts ``gpu_expert_bytes`` of GPU memory (None: all that is free). Returns the new facts.
@@ -198,7 +207,8 @@ class Session:
             return cancelled_answer(request.id)
         self._parser = self._parsing(request, bool(tools))
         # Text that continues the prompt's is decoded together with it: a word's space may be part of its first token.
-        self._context = prompt[-CONTEXT_TOKENS:] if request.continue_last or request.prompt is not None else []
+        last = prompt[-CONTEXT_TOKENS:] if request.continue_last or request.prompt is not None else []
+        self._context = [token for token in last if token >= 0]
         check_beams(request.beams, request.length_penalty)
         if request.beams > 1:
             refuse_beside_beams(request)
@@ -252,6 +262,8 @@ class Session:
             return turn.finished(*answers)
         finally:
             self._cache.turn_over()
+            if self._looking is not None:
+                self._looking.turn_over()
             turn.close()
             self.first_pass_s = turn.first_pass_s
             self._keep_facts(emit)
@@ -293,7 +305,8 @@ class Session:
             assert tokenizer is not None
             asked, _ = with_usable_tools(asked, self._call_format)
             text = self._rendered(tokenizer, asked, asked.tools, lambda: False, MOST_COUNTED)
-            counts.append(len(tokenizer.encode_rendered(text)))
+            tokens = tokenizer.encode_rendered(text)
+            counts.append(len(tokens) if self._looking is None else self._looking.count(tokens, asked.messages or []))
         return TokensCounted(id=request.id, counts=counts)
 
     @property
@@ -329,6 +342,8 @@ class Session:
             raise ModelError("There is no message to answer.", kind="bad-input")
         else:
             prompt = self._history.prompt(self._rendered(self._tokenizer, request, tools, cancelled))
+            if self._looking is not None:
+                prompt = self._looking.prompt(prompt, request.messages, cancelled)
         if not prompt:
             raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
         return prompt
@@ -346,7 +361,8 @@ class Session:
         Raises ModelError (context) if it exceeds both the context and ``most`` tokens.
         """
         messages = request.messages or []
-        refuse_pictures(messages, self.facts.name)
+        if self._looking is None:
+            refuse_pictures(messages, self.facts.name, self._way_to_see)
         # A text that is too long by itself is not rendered, either.
         self._refuse_if_it_exceeds("\n".join(message.content for message in messages), most)
         variables = template_variables(request.thinking, request.effort)

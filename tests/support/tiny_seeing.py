@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from engine.pictures.picture import Picture
+from tests.support.speaking_model import write_tokenizer
 from tests.support.tiny_models import tiny_config
 
 PLACEHOLDER = 150
@@ -50,9 +53,16 @@ TINY_SEEING = tuple(_KINDS)
 other, and E2B, whose do not."""
 
 
-def write_tiny_seeing(folder: Path, kind: str, dtype: str = "float32", **overrides: Any) -> Path:
+def write_tiny_seeing(
+    folder: Path,
+    kind: str,
+    dtype: str = "float32",
+    marks: tuple[int, int, int] = (PLACEHOLDER, 151, 152),
+    **overrides: Any,
+) -> Path:
     """Write the tiny model ``kind``, one of :data:`TINY_SEEING`, into ``folder``. ``overrides``: settings of its
-    language model. ``dtype``: torch's name of the stored type. The same arguments give the same weights."""
+    language model. ``dtype``: torch's name of the stored type. ``marks``: ids of the tokens for a picture, and, of
+    Gemma, before and after it. The same arguments give the same weights."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -61,7 +71,8 @@ def write_tiny_seeing(folder: Path, kind: str, dtype: str = "float32", **overrid
     whole, text, vision, settings = _KINDS[kind]
     inner = tiny_config(text, **settings, **overrides).to_dict()
     config = AutoConfig.for_model(
-        whole, text_config=inner, vision_config=vision, image_token_id=PLACEHOLDER, audio_config=None,
+        whole, text_config=inner, vision_config=vision, image_token_id=marks[0], audio_config=None,
+        boi_token_id=marks[1], eoi_token_id=marks[2],
         tie_word_embeddings=inner["tie_word_embeddings"],
     )  # fmt: skip
     torch.manual_seed(0)
@@ -74,6 +85,28 @@ def write_tiny_seeing(folder: Path, kind: str, dtype: str = "float32", **overrid
         processor = {"max_soft_tokens": 70}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+TEMPLATE = (
+    r"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    r"{% for p in m.content %}{% if p.type == 'image' %}{{ '[<|image|>]' }}{% else %}{{ p.text }}{% endif %}"
+    r"{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+"""A chat template that has places for pictures, in brackets."""
+
+
+def write_speaking_seeing(folder: Path, kind: str, template: str = TEMPLATE) -> Path:
+    """The same with a tokenizer of bytes, and with ``template``. The marks of pictures are tokens 2, 3 and 4."""
+    wide = {"vocab_size_per_layer_input": 300} if kind == "gemma4_e2b" else {}
+    write_tiny_seeing(folder, kind, marks=(2, 3, 4), vocab_size=300, **wide)
+    return write_tokenizer(folder, template, ("<|image|>", "<|before|>", "<|after|>"))
+
+
+def png(picture: Picture) -> bytes:
+    """``picture`` as the bytes of a file."""
+    file = io.BytesIO()
+    Image.frombytes("RGB", (picture.width, picture.height), picture.rgb).save(file, "PNG")
+    return file.getvalue()
 
 
 @cache

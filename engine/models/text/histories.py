@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import Cancelled, ModelError
-from engine.ipc.messages import Message, ToolCall
+from engine.ipc.messages import Message, PictureFile, ToolCall
 
 Render = Callable[[Sequence[Message]], str]
 """Puts messages through the template. Raises ModelError if it refuses them."""
@@ -261,7 +261,7 @@ def _moved(messages: Sequence[Message], places: Sequence[int]) -> list[Message]:
             waiting.append(message.content)
             continue
         if waiting and message.role == "user":
-            result.append(msgspec.structs.replace(message, content="\n\n".join([*waiting, message.content])))
+            result.append(_joined([*(Message("user", text) for text in waiting), message]))
         else:
             if waiting:
                 _add_question(result, waiting)
@@ -274,7 +274,7 @@ def _moved(messages: Sequence[Message], places: Sequence[int]) -> list[Message]:
 
 def _add_question(messages: list[Message], texts: Sequence[str]) -> None:
     if messages and messages[-1].role == "user":
-        messages[-1] = msgspec.structs.replace(messages[-1], content="\n\n".join([messages[-1].content, *texts]))
+        messages[-1] = _joined([messages[-1], *(Message("user", text) for text in texts)])
     else:
         messages.append(Message("user", "\n\n".join(texts)))
 
@@ -303,8 +303,14 @@ def _alternating(messages: Sequence[Message]) -> list[Message]:
 
 def _joined(messages: Sequence[Message]) -> Message:
     """Neighbours as one. Only the last of them may have calls."""
+    content, pictures = "", list[PictureFile]()
+    for message in messages:
+        before = f"{content}\n\n" if content and message.content else content
+        pictures += [PictureFile(each.data, each.place + len(before)) for each in message.pictures]
+        content = before + message.content
     return msgspec.structs.replace(
         messages[-1],
-        content="\n\n".join(message.content for message in messages if message.content),
+        content=content,
+        pictures=pictures,
         reasoning="\n\n".join(message.reasoning for message in messages if message.reasoning),
     )

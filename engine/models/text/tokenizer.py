@@ -265,6 +265,8 @@ class Tokenizer:
         for message in messages:
             content = control.mark(message.content, own_words=self._holds_thoughts(message))
             entry: dict[str, Any] = {"role": message.role, "content": content}
+            if message.pictures:
+                entry["content"] = _marked(content_parts(message), control)
             if message.tool_calls:
                 names |= {call.id: call.name for call in message.tool_calls}
                 entry["tool_calls"] = _marked(rendered_calls(message.tool_calls), control)
@@ -301,6 +303,16 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     template = TemplateProcess(source) if source else None
     files = read_tokenizer(folder)
     return Tokenizer(files, template, _configured_ends(folder, files), source or "")
+
+
+def content_parts(message: Message) -> list[dict[str, str]]:
+    """The text and the pictures of ``message`` in their order, as templates take them."""
+    parts, begin = [], 0
+    for picture in message.pictures:
+        parts += [{"type": "text", "text": message.content[begin : picture.place]}, {"type": "image"}]
+        begin = max(begin, picture.place)
+    parts.append({"type": "text", "text": message.content[begin:]})
+    return [part for part in parts if part.get("text") != ""]
 
 
 def plain_prompt(messages: Sequence[Mapping[str, Any]], continue_last: bool = False) -> str:

@@ -38,6 +38,8 @@ def test_what_is_read_of_a_gemma() -> None:
     found = sight(GEMMA, {"max_soft_tokens": 70})
     assert (found.placeholder, found.given, found.together, found.spread) == (9, 3, True, False)
     assert (found.side, found.most, found.mean, found.deviation) == (48, 70, (0.0,) * 3, (1.0,) * 3)
+    assert (found.before, found.after) == ((255_999,), (258_882,))
+    assert sight(GEMMA | {"boi_token_id": 4, "eoi_token_id": 5}).after == (5,)
     causal = GEMMA | {"text_config": {"use_bidirectional_attention": None}}
     assert not sight(causal).together
 

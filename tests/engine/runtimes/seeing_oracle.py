@@ -16,7 +16,6 @@ from engine.pictures.shown import ShownPictures
 from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.torch.tower import VisionTower
 from tests.support.progress import quiet
-from tests.support.tiny_seeing import PLACEHOLDER
 
 Prompt = Sequence[int | Picture]
 
@@ -29,7 +28,7 @@ def see(model: LoadedModel, folder: Path, *pictures: Picture) -> None:
     tower = VisionTower(folder, sight)
     for picture in pictures:
         model.pictures.show(picture)
-        model.pictures.put(picture, tower.rows(picture, quiet))
+        model.pictures.put(picture.digest, tower.rows(picture, quiet))
 
 
 def tokens_of(model: LoadedModel, prompt: Prompt) -> list[int]:
@@ -47,11 +46,11 @@ def whole_logits(folder: Path, prompt: Prompt) -> Logits:
     ids: list[int] = []
     for part in prompt:
         if isinstance(part, Picture):
-            ids += [PLACEHOLDER] * sight.grid(part.height, part.width).tokens
+            ids += [sight.placeholder] * sight.grid(part.height, part.width).tokens
         else:
             ids.append(part)
     tokens = torch.tensor([ids])
-    inputs: dict[str, Any] = {"input_ids": tokens, "mm_token_type_ids": (tokens == PLACEHOLDER).int()}
+    inputs: dict[str, Any] = {"input_ids": tokens, "mm_token_type_ids": (tokens == sight.placeholder).int()}
     pixels = [
         np.frombuffer(part.rgb, np.uint8).reshape(part.height, part.width, 3)
         for part in prompt

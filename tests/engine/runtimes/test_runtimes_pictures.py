@@ -155,7 +155,7 @@ def test_rows_like_embeddings_are_those_tokens(tmp_path: Path, subject: Subject,
     text = [20, 30, 40]
     scaled = table[text] * np.float32(hidden**0.5)
     tokens = model.pictures.show(picture)
-    model.pictures.put(picture, scaled)
+    model.pictures.put(picture.digest, scaled)
     given, plain = model.start(), model.start()
     ours, theirs = given.extend([7, *tokens, 8, 9]), plain.extend([7, *text, 8, 9])
     assert ours is not None and theirs is not None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from engine.errors import Cancelled
-from engine.ipc.messages import Message, ToolCall
-from engine.models.text.histories import paired
+from engine.errors import Cancelled, ModelError
+from engine.ipc.messages import Message, PictureFile, ToolCall
+from engine.models.text.histories import Histories, paired
+from engine.models.text.tokenizer import content_parts
 from tests.engine.models.text.test_tool_formats import open_tokenizer
 
 WRITTEN = (
@@ -210,3 +213,33 @@ def test_long_histories_are_paired_in_one_pass() -> None:
     assert len(found) == 80_000 and [message.content for message in found[:4]] == [
         "", "y", "x", "[The result of a tool]\nz",
     ]  # fmt: skip
+
+
+def test_pictures_move_with_their_text() -> None:
+    def render(messages: Sequence[Message]) -> str:
+        roles = [message.role for message in messages]
+        if "system" in roles or any(role == other for role, other in pairwise(roles)):
+            raise ModelError("no")
+        return "".join(message.content for message in messages)
+
+    first, second = PictureFile(b"first", 1), PictureFile(b"second", 2)
+    asked = [SYSTEM, Message("user", "ab", pictures=[first]), Message("user", "cd", pictures=[second])]
+    (fitted,) = Histories(takes_tools=False).fitted(asked, render)
+    assert fitted.content == "Be brief.\n\nab\n\ncd"
+    assert [(each.data, fitted.content[each.place :]) for each in fitted.pictures] == [
+        (b"first", "b\n\ncd"),
+        (b"second", ""),
+    ]
+
+
+def test_pictures_stand_between_parts_of_the_text() -> None:
+    pictures = [PictureFile(b"1", 0), PictureFile(b"2", 2), PictureFile(b"3", 2), PictureFile(b"4", 9)]
+    text, image = "text", {"type": "image"}
+    assert content_parts(Message("user", "abcd", pictures=pictures)) == [
+        image,
+        {"type": text, text: "ab"},
+        image,
+        image,
+        {"type": text, text: "cd"},
+        image,
+    ]

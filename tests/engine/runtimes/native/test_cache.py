@@ -119,8 +119,16 @@ class Writer:
     def __init__(self, shape: PageShape) -> None:
         self.shape = shape
 
+    pictures = None
+
     def run(
-        self, phase: str, tokens: list[list[int]], cache: Segments, want_logits: bool, as_steps: bool = False
+        self,
+        phase: str,
+        tokens: list[list[int]],
+        cache: Segments,
+        want_logits: bool,
+        as_steps: bool = False,
+        pictures: None = None,
     ) -> Logits:
         count = len(tokens[0])
         cache.room_for(count)
