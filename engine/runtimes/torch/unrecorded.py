@@ -7,6 +7,7 @@ logits are compared with those of transformers' own pass over the whole text. Th
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +19,12 @@ import torch
 import transformers
 from torch import nn
 
-from engine.errors import ModelError
+from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.architectures.families import COUNT_KEYS, FAMILIES
 from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.formats.model_files import ModelFiles
-from engine.runtimes.protocol import Logits
+from engine.runtimes.protocol import Interrupted, Logits
 from engine.runtimes.torch.loading import BUILDING, attention_of, build_skeleton, in_one_line, may_be_ignored
 from engine.runtimes.torch.model import TorchModel
 from engine.system.durable_files import new_file
@@ -61,12 +62,16 @@ def is_unrecorded(config: Mapping[str, Any]) -> bool:
 
 def check(config: Any, run: SmallModel) -> None:
     """Raises ModelError if a small model like ``config`` is not run as transformers runs it."""
-    tried = [VERSION, transformers.__version__, torch.__version__, config.to_dict()]
+    ours = importlib.metadata.version("privatellm")
+    tried = [VERSION, ours, transformers.__version__, torch.__version__, config.to_dict()]
     digest = hashlib.sha256(json.dumps(tried, sort_keys=True, default=str).encode()).hexdigest()
     path = ensure("data") / "trials" / f"{digest[:24]}.json"
     problem = _kept(path)
     if problem is None:
-        problem = _tried(config, run)
+        try:
+            problem = _tried(config, run)
+        except (OSError, ImportError) as error:
+            raise _unlike(config, in_one_line(error)) from error
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
             with new_file(path) as file:
@@ -92,17 +97,21 @@ def _unlike(config: Any, problem: str) -> ModelError:
 
 
 def _tried(config: Any, run: SmallModel) -> str:
-    """The first place at which this runtime gives other logits for ``config``; empty if there is none.
-
-    Raises ModelError if the trial itself failed, which another time it may not.
-    """
+    """What went wrong: the first place at which this runtime gives other logits for ``config``, or what the trial
+    raised; empty if nothing did. Raises what another time need not happen."""
     try:
         module = small_module(config)
         return difference(module, run(module))
     except Exception as error:  # whatever a definition raises for a cache that it does not expect
-        if ran_out_of_memory(error):
+        if _passing(error):
             raise
-        raise _unlike(config, str(error) if isinstance(error, ModelError) else in_one_line(error)) from error
+        return str(error) if isinstance(error, ModelError) else in_one_line(error)
+
+
+def _passing(error: Exception) -> bool:
+    """Whether ``error`` came from this machine or this moment: memory, files, missing packages, a stop."""
+    at_once = isinstance(error, OSError | ImportError | Interrupted | Cancelled) or ran_out_of_memory(error)
+    return at_once or (isinstance(error, ModelError) and error.kind != "model")
 
 
 def difference(module: Any, model: TorchModel) -> str:
@@ -170,7 +179,7 @@ def small_module(config: Any) -> Any:
                 return module
             problem = "its numbers overflow"
         except Exception as error:  # whatever a definition raises for numbers that it was not written for
-            if ran_out_of_memory(error):
+            if _passing(error):
                 raise
             problem = in_one_line(error)
     raise ModelError(f"no small one can be built ({problem})")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-from engine.errors import ModelError
+from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.models.architectures.families import FAMILIES, check_supported
 from engine.models.folders.opening import open_model
@@ -19,6 +19,7 @@ from engine.models.folders.sizes import sizes_of
 from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.mlx.eligible import unsupported_reason as not_mlx
 from engine.runtimes.native.runtime import unsupported_reason as not_native
+from engine.runtimes.protocol import Interrupted
 from engine.runtimes.torch import unrecorded
 from engine.runtimes.torch.cache import GrowingLayer
 from engine.runtimes.torch.model import TorchModel
@@ -112,17 +113,41 @@ def test_states_are_counted(tmp_path: Path) -> None:
     assert 0 < model.facts.state_bytes <= sum(len(state) for state in states)
 
 
-def test_a_trial_that_failed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "m", "stablelm")
-    for error, raised in (
+@pytest.mark.parametrize("part", ["difference", "small_settings"])
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError),
-        (ValueError("a defect"), ModelError),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(unrecorded, "difference", raises(error))
-            with pytest.raises(raised, match=str(error)[-12:]):
-                loaded(tmp_path / "m")
+        (ModelError("4 GB are missing.", kind="memory"), ModelError),
+        (OSError(28, "No space left on device"), ModelError),
+        (ImportError("it needs mamba_ssm"), ModelError),
+        (Interrupted("stopped"), Interrupted),
+        (Cancelled("Stopped."), Cancelled),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_trial_that_this_machine_let_fail_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, error: Exception, raised: type[Exception]
+) -> None:
+    written(tmp_path / "m", "stablelm")
+    with monkeypatch.context() as patched:
+        patched.setattr(unrecorded, part, raises(error))
+        with pytest.raises(raised, match=str(error)[-12:]):
+            loaded(tmp_path / "m")
     loaded(tmp_path / "m").close()
+
+
+@pytest.mark.parametrize("error", [ValueError("a defect"), ModelError("a defect."), RuntimeError("a defect of shapes")])
+def test_a_trial_that_fails_whenever_it_is_made_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    written(tmp_path / "m", "stablelm")
+    with monkeypatch.context() as patched:
+        patched.setattr(unrecorded, "difference", raises(error))
+        with pytest.raises(ModelError, match=r"as it does there: a defect"):
+            loaded(tmp_path / "m")
+    with pytest.raises(ModelError, match=r"as it does there: a defect"):
+        loaded(tmp_path / "m")
 
 
 def test_a_result_that_cannot_be_kept_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
