@@ -9,20 +9,18 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter
 from gguf import get_tensor_name_map as gguf_names
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import random_values
+from tests.support.tiny_gguf_metadata import DELTA_NETS, Layout, write_metadata
 
 Floats = NDArray[np.float32]
-Layout = Literal["stacked", "fused", "separate"]
-"""How the experts of a layer are stored: one tensor for each matrix, gate and up in one tensor, one for each expert."""
-
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -79,9 +77,6 @@ PRE = {"glm4_moe_lite": "glm4", "glm4_moe": "glm4"}
 """The rule by which texts are split, for families that are told apart by it."""
 
 MAMBAS = ("granitehybrid",)
-DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
-
-TOKENS = [chr(code) for code in range(33, 127)] + [f"{a}{b}" for a in "abcdefgh" for b in "aeiou"] + ["Ġ", "Ċ"]
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -172,10 +167,6 @@ _UNKNOWN_TO_GGUF = {
 """Names that the converter makes by itself, by the end of the name of a layer's tensor."""
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 _SHORT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
-
-
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Families' names of the number of experts."""
 
 
 _BETWEEN_FP4 = np.array([0.5, 1.5, 2.5, 3.5, 5, 7, 10], np.float32)
@@ -388,7 +379,7 @@ def write_tiny_gguf(
     written = [entry for entry in written if entry[0] != leave_out]
     size = {"split_max_tensors": -(-len(written) // parts)} if parts > 1 else {}
     writer = GGUFWriter(path, architecture, **size)
-    _write_metadata(writer, config, architecture, extra or {}, PRE.get(config["model_type"], split), layout)
+    write_metadata(writer, config, architecture, extra or {}, PRE.get(config["model_type"], split), layout)
     for name, words, kind in written:
         writer.add_tensor(name, words if dimensions is None else _of(dimensions, words), raw_dtype=kind)
     writer.write_header_to_file()
@@ -434,221 +425,11 @@ class _Packing:
         return words.reshape(*values.shape[:-1], -1), kind, back.astype(np.float32).reshape(values.shape)
 
 
-def _write_metadata(
-    writer: GGUFWriter, config: dict[str, Any], architecture: str, extra: dict[str, Any], pre: str, layout: Layout
-) -> None:
-    used = (
-        config.get("num_experts_per_tok")
-        or config.get("top_k_experts")
-        or config.get("moe_topk")
-        or config.get("moe_k")
-    )
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    width = config.get("intermediate_size_mlp", config["intermediate_size"])
-    shared = config.get("num_kv_shared_layers") or 0
-    if config.get("use_double_wide_mlp"):
-        writer.add_feed_forward_length([width] * (config["num_hidden_layers"] - shared) + [2 * width] * shared)
-    else:
-        if config.get("block_auto_adjust_ff_dim"):
-            step = config["block_multiple_of"]
-            width = -(-int(2 * width / 3) // step) * step
-        writer.add_feed_forward_length(width)
-    writer.add_head_count(config["num_attention_heads"])
-    split = architecture == "deepseek2" and layout != "separate"
-    heads = 1 if split else config["num_key_value_heads"]
-    if architecture in ("lfm2", "lfm2moe"):
-        _write_convolutions(writer, config)
-    elif architecture == "granitehybrid":
-        _write_mamba(writer, config)
-    elif architecture == "gemma4":
-        _write_two_kinds(writer, config)
-    else:
-        writer.add_head_count_kv(heads)
-    if "layer_norm_eps" in config:
-        writer.add_layer_norm_eps(config["layer_norm_eps"])
-    else:
-        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
-    rope = config["rope_parameters"]
-    base = rope.get("full_attention", rope)["rope_theta"]
-    if "alpha" in rope:
-        base *= rope["alpha"] ** (config["head_dim"] / (config["head_dim"] - 2))
-    writer.add_rope_freq_base(base)
-    if architecture == "deepseek2":
-        _write_latents(writer, config, layout)
-    elif config.get("head_dim") and architecture != "gemma4":
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
-    if (
-        used
-        and config.get("enable_moe_block", True)
-        and config.get("num_local_experts") != 0
-        and "expert_count" not in extra
-    ):
-        writer.add_expert_count(next(config[key] for key in COUNTS if config.get(key)))
-        writer.add_expert_used_count(used)
-    if config.get("moe_intermediate_size"):
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if architecture == "minimax-m2":
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
-        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    if architecture == "gpt-oss":
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
-        writer.add_sliding_window(config["sliding_window"])
-        if config["rope_parameters"]["rope_type"] == "yarn":
-            _write_yarn(writer, config["rope_parameters"])
-    if config.get("shared_expert_intermediate_size"):
-        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if architecture == "ernie4_5-moe":
-        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
-        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
-        writer.add_expert_shared_count(config["moe_num_shared_experts"])
-        shared = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
-        writer.add_expert_shared_feed_forward_length(shared)
-    if architecture == "hunyuan-moe":
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
-        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
-    if architecture == "exaone-moe":
-        shared = config["num_shared_experts"] * config["moe_intermediate_size"]
-        writer.add_expert_shared_feed_forward_length(shared)
-    if config.get("n_shared_experts") or config.get("num_shared_experts"):
-        _write_shared(writer, config)
-    if architecture in ("glm4moe", "glm4", "minimax-m2"):
-        writer.add_rope_dimension_count(round(config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]))
-    if config.get("clip_qkv"):
-        writer.add_clamp_kqv(config["clip_qkv"])
-    if architecture in DELTA_NETS:
-        rope = config["rope_parameters"]
-        writer.add_rope_dimension_count(round(rope["partial_rotary_factor"] * config["head_dim"]))
-        if "mrope_section" in rope:
-            writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
-        writer.add_full_attention_interval(4)
-        if architecture == "qwen3next":
-            recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
-            writer.add_array(f"{architecture}.attention.recurrent_layers", recurrent)
-        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-        writer.add_ssm_state_size(config["linear_key_head_dim"])
-        writer.add_ssm_group_count(config["linear_num_key_heads"])
-        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
-        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
-    if architecture == "llama4":
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
-        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
-    if "logit_scale" in config:
-        writer.add_logit_scale(config["logit_scale"])
-    if architecture in ("gemma3", "olmo2", "exaone4", "exaone-moe", "phi3", "cohere2") and config.get("sliding_window"):
-        writer.add_sliding_window(config["sliding_window"])
-    if architecture in ("olmo2", "exaone4", "exaone-moe") and config.get("sliding_window"):
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    whole_rope = rope.get("full_attention", rope)
-    if architecture in ("gemma3", "olmo2") and whole_rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(whole_rope["factor"])
-    if architecture == "mistral3":
-        writer.add_float32("mistral3.attention.temperature_scale", whole_rope["llama_4_scaling_beta"])
-        writer.add_rope_scaling_yarn_log_mul(whole_rope["mscale_all_dim"])
-    if architecture in ("olmo2", "mistral3") and whole_rope["rope_type"] == "yarn":
-        _write_yarn(writer, whole_rope)
-    if architecture in ("granite", "granitemoe", "granitehybrid"):
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
-    for key, value in extra.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
-        add[type(value)](key if key.startswith("general.") else f"{architecture}.{key}", value)
-    add_tokenizer(writer, config["vocab_size"], pre)
-
-
-def _write_latents(writer: GGUFWriter, config: dict[str, Any], layout: Layout) -> None:
-    rope, latents, rotated = config["rope_parameters"], config["kv_lora_rank"], config["qk_rope_head_dim"]
-    keys, values = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
-    if config["q_lora_rank"]:
-        writer.add_q_lora_rank(config["q_lora_rank"])
-    writer.add_kv_lora_rank(latents)
-    if layout == "separate":
-        writer.add_key_length(keys)
-        writer.add_value_length(values)
-    else:
-        writer.add_key_length(latents + rotated)
-        writer.add_value_length(latents)
-        writer.add_key_length_mla(keys)
-        writer.add_value_length_mla(values)
-    writer.add_rope_dimension_count(rotated)
-    if rope["rope_type"] == "yarn":
-        _write_yarn(writer, rope)
-        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
-
-
-def _write_two_kinds(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    """gemma4's layers with a sliding window and with full attention."""
-    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
-    wide = next(iter(config["per_layer_config"].values()))
-    narrow = config["head_dim"]
-    counts = (wide.get("num_key_value_heads", config["num_key_value_heads"]), config["num_key_value_heads"])
-    writer.add_head_count_kv([counts[one] for one in slides])
-    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
-    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input", 0))
-    writer.add_sliding_window(config["sliding_window"])
-    writer.add_sliding_window_pattern(slides)
-    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
-    writer.add_key_length(wide["head_dim"])
-    writer.add_value_length(wide["head_dim"])
-    writer.add_key_length_swa(narrow)
-    writer.add_value_length_swa(narrow)
-    writer.add_rope_dimension_count(wide["head_dim"])
-    writer.add_rope_dimension_count_swa(narrow)
-
-
 def gemma_divisors(config: dict[str, Any]) -> Floats:
     """By what the rotary frequencies of layers with full attention are divided; most are not to turn at all."""
     half = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
     turned = round(config["rope_parameters"]["full_attention"]["partial_rotary_factor"] * half)
     return np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
-
-
-def _write_convolutions(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    heads = config["num_key_value_heads"]
-    writer.add_head_count_kv([0 if kind == "conv" else heads for kind in config["layer_types"]])
-    writer.add_shortconv_l_cache(config["conv_L_cache"])
-    if "num_dense_layers" in config:
-        writer.add_leading_dense_block_count(config["num_dense_layers"])
-        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-
-
-def _write_mamba(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    heads, attention = config["num_key_value_heads"], "full_attention"
-    writer.add_head_count_kv([heads if kind == attention else 0 for kind in config["layer_types"]])
-    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
-    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
-    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-    writer.add_ssm_state_size(config["mamba_d_state"])
-    writer.add_ssm_group_count(config["mamba_n_groups"])
-    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
-    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
-
-
-def _write_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    """What models with a shared expert of several experts' size say of their routing."""
-    writer.add_expert_shared_count(config.get("n_shared_experts") or config["num_shared_experts"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_group_count(config["n_group"])
-    writer.add_expert_group_used_count(config["topk_group"])
-    if config["model_type"] != "deepseek_v2":
-        writer.add_expert_weights_norm(config["norm_topk_prob"])
-        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    dense = config.get("first_k_dense_replace")
-    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense") if dense is None else dense)
-
-
-def _write_yarn(writer: GGUFWriter, rope: dict[str, Any]) -> None:
-    writer.add_rope_scaling_type(RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(rope["factor"])
-    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
 
 
 def _tensors(source: Path) -> dict[str, NDArray[Any]]:
@@ -901,15 +682,3 @@ def whole_blocks(family: str) -> dict[str, Any]:
     if family in ("qwen3_5_moe_text", "qwen3_next"):
         sizes |= {"num_experts": 4, "moe_intermediate_size": 256}
     return sizes
-
-
-def add_tokenizer(writer: GGUFWriter, size: int, split: str = "gpt-2") -> None:
-    tokens = ["<|endoftext|>", "<s>", "</s>", *TOKENS]
-    tokens += [f"<unused{i}>" for i in range(size - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
-    writer.add_token_list(tokens[:size])
-    writer.add_token_types([3 if i < 3 else 1 for i in range(size)])
-    writer.add_token_merges([f"{token[0]} {token[1]}" for token in TOKENS if len(token) == 2])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)

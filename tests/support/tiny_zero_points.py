@@ -102,7 +102,8 @@ def quantised(values: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Ten
         scales = (torch.maximum(-low, high) / (most // 2) + 1e-9).to(form.scales)
         zeros = torch.full_like(low, (most + 1) // 2)
     codes = (each / scales.float() + zeros).round().clamp(0, most)
-    return (part.reshape(rows if not form.per_tensor or part is codes else 1, -1) for part in (codes, zeros, scales))  # type: ignore[return-value]
+    scaled = 1 if form.per_tensor else rows
+    return codes.reshape(rows, -1), zeros.reshape(scaled, -1), scales.reshape(scaled, -1)
 
 
 def words(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.runtimes import runtime_named
-from engine.runtimes.protocol import LoadedModel, Logits, RingPlace
+from engine.runtimes.protocol import LoadedModel, Logits, RingPlace, TokenRows
 from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.runtimes.native_oracle import FAMILIES as NATIVE_FAMILIES
 from tests.engine.runtimes.native_oracle import PREPARED_ONLY, needs_kernels
@@ -173,6 +173,13 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def fresh(model: LoadedModel, tokens: list[int]) -> Logits:
     """The logits after ``tokens``, with nothing in the cache before."""
     logits = model.start().extend(tokens)
+    assert logits is not None
+    return logits
+
+
+def logits_after(rows: TokenRows, tokens: Sequence[int]) -> Logits:
+    """The logits after ``tokens`` that are read now."""
+    logits = rows.extend(tokens)
     assert logits is not None
     return logits
 

@@ -39,7 +39,8 @@ from tests.engine.runtimes.torch_oracle import (
 )
 from tests.support.pairwise import in_turn, pairwise
 from tests.support.progress import quiet
-from tests.support.tiny_gguf import ARCHITECTURES, Layout, whole_blocks, write_tiny_gguf
+from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
+from tests.support.tiny_gguf_metadata import Layout
 
 pytestmark = pytest.mark.usefixtures("home")
 

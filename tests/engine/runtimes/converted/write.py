@@ -109,7 +109,7 @@ def write_tokenizer(folder: Path, gemma: bool) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from tests.support.tiny_gguf import TOKENS
+    from tests.support.tiny_gguf_metadata import TOKENS
 
     tokens = ["<unk>", "<s>", "</s>", *(_SPACE if gemma and token == "\u0120" else token for token in TOKENS)]
     vocabulary = {token: i for i, token in enumerate([*tokens, *(f"<unused{i}>" for i in range(160 - len(tokens)))])}

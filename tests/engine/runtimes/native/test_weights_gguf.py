@@ -14,7 +14,8 @@ from tests.engine.runtimes.subjects import prompt_of
 from tests.engine.runtimes.torch_oracle import library_run, our_run, typical, worst
 from tests.support.pairwise import in_turn
 from tests.support.progress import quiet
-from tests.support.tiny_gguf import ARCHITECTURES, Layout, whole_blocks, write_tiny_gguf
+from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
+from tests.support.tiny_gguf_metadata import Layout
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("home")]
 
