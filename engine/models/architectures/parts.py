@@ -62,7 +62,7 @@ GROUPED = RouterRecord(
     ("mlp.gate.weight",),
     scoring="sigmoid",
     normalise="norm_topk_prob",
-    least_sum=1e-20,
+    added_to_sum=1e-20,
     correction="mlp.gate.e_score_correction_bias",
     groups=True,
     scaled=True,

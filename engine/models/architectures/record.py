@@ -68,9 +68,10 @@ class RouterRecord:
     scoring: Scoring = "softmax"
     normalise: bool | str = False
     """Whether the chosen experts' weights are divided by their sum: never, always, or as this setting says."""
-    least_sum: float | str = 0.0
-    """What is added to that sum, as transformers does with scores that may all be 0. With a softmax, the least that the
-    sum is, or the setting of it."""
+    added_to_sum: float = 0.0
+    """What is added to that sum, as transformers does with scores that may all be 0."""
+    least_sum: str = ""
+    """Setting of the least that the sum of a softmax's weights is taken to be; empty: there is none."""
     correction: str = ""
     """Name of what is added to the experts' scores where they are compared, not where they are weighed."""
     correction_of_one_row: bool = False

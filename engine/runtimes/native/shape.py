@@ -139,8 +139,8 @@ class Routing:
     """The rule by which a token's experts are chosen and weighted.
 
     Experts are scored by ``scoring`` of the logits and chosen from the best ``kept_groups`` of ``groups``. With
-    ``normalise``, the weights are divided by their sum plus ``least_sum``, or, with a softmax, by that if their sum is
-    less. Then they are multiplied by ``scale``.
+    ``normalise``, the weights are divided by their sum plus ``added_to_sum``, or by ``least_sum`` if that is more. Then
+    they are multiplied by ``scale``. No router has both numbers.
     """
 
     scoring: Scoring = "softmax"
@@ -149,6 +149,7 @@ class Routing:
     groups: int = 1
     kept_groups: int = 1
     normalise: bool = False
+    added_to_sum: float = 0.0
     least_sum: float = 0.0
     scale: float = 1.0
 
@@ -396,15 +397,14 @@ def _read_routing(config: Mapping[str, Any], router: RouterRecord) -> Routing:
     grouped = router.groups and (router.scoring == "sigmoid" or config["topk_method"] != "greedy")
     groups, kept_groups = (whole_number(config, key) if grouped else 1 for key in ("n_group", "topk_group"))
     scale = positive_number(config, "routed_scaling_factor") if router.scaled else 1.0
-    least = router.least_sum
-    least = positive_number(config, least) if isinstance(least, str) else least
     return Routing(
         scoring=router.scoring,
         scales_input=router.scales_input,
         groups=groups,
         kept_groups=kept_groups,
         normalise=switched(router.normalise, config),
-        least_sum=least,
+        added_to_sum=router.added_to_sum,
+        least_sum=positive_number(config, router.least_sum) if router.least_sum else 0.0,
         scale=scale,
     )
 

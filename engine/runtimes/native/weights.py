@@ -258,7 +258,7 @@ class TrunkWeights:
             logits_divisor=shape.logits_divisor,
             logits_cap=shape.logits_cap,
             routed_scale=routing.scale,
-            least_sum=routing.least_sum,
+            least_sum=routing.added_to_sum if routing.scoring == "sigmoid" else routing.least_sum,
             latent_epsilon=0 if latent is None else latent.epsilon,
             step_least=0 if delta is None or delta.step_limits is None else delta.step_limits[0],
             step_most=0 if delta is None or delta.step_limits is None else delta.step_limits[1],

@@ -221,12 +221,7 @@ class ConvolutionCache(_States, Cache):  # type: ignore[misc]
         return changed
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        state = self.states.get((layer_idx, "recurrent"))
-        if state is None:
-            return None
-        # A step of a Mamba-2 layer writes into what it gets.
-        changed = self.pending[layer_idx, "recurrent"] = state.clone()
-        return changed
+        return self.states.get((layer_idx, "recurrent"))
 
     def is_recording_past(self, layer_idx: int | None = None) -> bool:
         return False
@@ -255,11 +250,16 @@ class ConvolutionCache(_States, Cache):  # type: ignore[misc]
         return recurrent_states
 
 
-class DeltaNetCache(ConvolutionCache):
-    """The cache of gated delta-nets, which never write into a recurrent state that they get."""
+class WritingCache(ConvolutionCache):
+    """The cache of families whose layers write into a recurrent state that they get, as Mamba-2's do in a step, or may
+    do so."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self.states.get((layer_idx, "recurrent"))
+        state = super().get_recurrent_state(layer_idx, state_idx)
+        if state is None:
+            return None
+        changed = self.pending[layer_idx, "recurrent"] = state.clone()
+        return changed
 
 
 AnyCache = KeyValueCache | LightningCache | ConvolutionCache
@@ -273,7 +273,7 @@ def empty_cache(config: Any) -> AnyCache:
         return LightningCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
     if not WITHOUT_KEYS.isdisjoint(getattr(config, "layer_types", None) or ()):
         delta_nets = family is not None and family.decoder.mixer == "delta-net"
-        kind = DeltaNetCache if delta_nets else ConvolutionCache
+        kind = ConvolutionCache if delta_nets else WritingCache
         return kind([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
     _, options = get_layer_types_and_kwargs(config)
     return KeyValueCache([GrowingLayer(position, option.get("sliding_window")) for option in options], position)

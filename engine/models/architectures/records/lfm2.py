@@ -151,7 +151,7 @@ LFM2_MOE = Family(
             ("mlp.gate.weight",),
             scoring="sigmoid",
             normalise="norm_topk_prob",
-            least_sum=1e-6,
+            added_to_sum=1e-6,
             correction="mlp.expert_bias",
             correction_setting="use_expert_bias",
             scaled=True,

@@ -192,3 +192,11 @@ def test_a_configuration_is_completed_and_keeps_what_it_says() -> None:
     }
     assert completed({"model_type": "qwen2", "max_window_layers": None})["max_window_layers"] == 28
     assert completed({"model_type": "mamba"}) == {"model_type": "mamba"}
+
+
+@families(lambda family: family.moe is not None and family.moe.router is not None)
+def test_sums_of_scores_are_kept_from_zero_in_the_way_of_their_scoring(family: Family) -> None:
+    assert family.moe is not None and family.moe.router is not None
+    router = family.moe.router
+    assert not (router.added_to_sum and router.scoring != "sigmoid")
+    assert not (router.least_sum and router.scoring != "softmax")
