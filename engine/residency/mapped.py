@@ -20,9 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import ModelError
+from engine.models.architectures.quantisation import schemes
+from engine.models.folders.opening import open_model
 from engine.models.folders.shard_files import part_of
-from engine.models.folders.weight_layout import layout_of, runs_of
-from engine.models.formats.byte_map import FileMapping, Run, merged
+from engine.models.folders.weight_layout import WeightLayout, layout_of, runs_of
+from engine.models.formats.byte_map import FileMapping, Run, Runs, merged, without
 from engine.models.formats.mapped_file import SharedMapping
 from engine.planning.residency import lockable
 
@@ -78,6 +80,11 @@ class MappedWeights:
             runs += merged(run for expert in mine if expert not in late for run in layout.experts[layer, expert])
             later += merged(run for expert in mine if expert in late for run in layout.experts[layer, expert])
         runs += later
+        spent = _spent(layout)
+        self.computed_bytes = sum(run.nbytes for run in runs)
+        """Bytes of the weights of which the runtime reads what was computed when the model was loaded."""
+        runs = without(runs, spent)
+        self.computed_bytes -= sum(run.nbytes for run in runs)
         self._files = [_mapping(folder / name) for name, _ in layout.files]
         theirs = {each.path.resolve(): each for each in in_use}
         self._touched = [
@@ -164,6 +171,15 @@ class MappedWeights:
         """Address and bytes of the whole pages that hold a piece."""
         start = piece.start - piece.start % _PAGE
         return self._files[piece.file].address + start, piece.stop - start
+
+
+def _spent(layout: WeightLayout) -> Runs:
+    """The bytes of the layout's files that are read only while the model is loaded."""
+    if not schemes(layout.config):
+        return ()
+    numbers = {name: number for number, (name, _) in enumerate(layout.files)}
+    spent = open_model(layout.folder, as_whole=True).spent()
+    return merged(Run(numbers[file], entry.start, entry.stop) for file, entry in spent)
 
 
 def _mapping(path: Path) -> SharedMapping:

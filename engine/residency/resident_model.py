@@ -11,8 +11,6 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.ipc.messages import AnyEvent, Finished, Load, Notice, WarmUp
-from engine.models.architectures.quantisation import codes_are_repacked
-from engine.models.folders.opening import read_config
 from engine.moe.expert_parallel import RankContext
 from engine.planning.residency import lets_go
 from engine.residency.mapped import MappedWeights
@@ -52,10 +50,6 @@ class ResidentModel:
         if not request.keep_resident:
             return
         try:
-            if codes_are_repacked(read_config(folder)):
-                if request.lock_memory:
-                    notice("The weights are not locked in memory: they were computed when the model was loaded.")
-                return
             weights = model.kept_weights()
             if weights is not None:
                 # All nodes of a ring wait for the slowest one, so a node's weights are never released.
@@ -65,6 +59,11 @@ class ResidentModel:
                 )
             else:
                 mapped = MappedWeights(folder, held, trunk, model.mapped_files, model.experts_on_gpu)
+                if request.lock_memory and mapped.computed_bytes:
+                    notice(
+                        f"{mapped.computed_bytes / 1e9:.1f} GB of weights are not locked in memory: they were computed "
+                        "when the model was loaded."
+                    )
                 lock = (lambda: _lock(mapped, notice)) if request.lock_memory else None
                 self.warmer = PageWarmer(mapped, on_progress, after_warm_up=lock)
         except (ModelError, OSError) as error:

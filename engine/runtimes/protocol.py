@@ -21,6 +21,7 @@ from engine.errors import ModelError, PeerLost
 from engine.ipc.messages import ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.formats.byte_map import FileMapping
+from engine.models.formats.model_files import Repacked
 from engine.moe.expert_parallel import LayerExchange, RankContext
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Recorder
@@ -161,6 +162,11 @@ class LoadedWeights(ABC):
     def mapped_files(self) -> Sequence[FileMapping]:
         """All mappings that a pass reads. Once they are in memory, the first pass loads no page."""
         return ()
+
+    @property
+    def repacked(self) -> Repacked:
+        """What of the weights was computed when they were loaded."""
+        return Repacked()
 
     @property
     def experts_on_gpu(self) -> Mapping[int, Collection[int]]:

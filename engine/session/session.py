@@ -144,8 +144,11 @@ class Session:
             return (self._memory() + kept_bytes) // GPU_SHARE
         ring = self.facts.ring
         mapped = sum(file.size for file in self._model.mapped_files)
-        weights = mapped if ring is None else self.facts.trunk_bytes + ring.nodes[0].expert_bytes
-        # Mapped weights count as free memory, but to drop them would slow every answer.
+        repacked = self._model.repacked
+        weights = mapped - repacked.spent
+        if ring is not None:
+            weights = self.facts.trunk_bytes + ring.nodes[0].expert_bytes - repacked.computed
+        # Mapped weights count as free memory, but to drop them would slow every answer. Computed ones do not.
         return max(0, self._memory() + kept_bytes - weights) // CPU_SHARE
 
     @property

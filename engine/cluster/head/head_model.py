@@ -19,6 +19,7 @@ from engine.errors import Cancelled, LinkLost, ModelError
 from engine.generation.sampling import Sampler
 from engine.ipc.messages import ModelFacts, NodeTimes, Timing
 from engine.ipc.progress import ProgressCallback
+from engine.models.formats.model_files import Repacked
 from engine.moe.expert_parallel import HEAD, RankContext
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Part, Phase, Recorder
@@ -372,6 +373,10 @@ class RingModel(LoadedModel):
     @property
     def recorder(self) -> Recorder:
         return self._recorder
+
+    @property
+    def repacked(self) -> Repacked:
+        return self._epoch.formation.model.repacked
 
     @property
     def context(self) -> RankContext:

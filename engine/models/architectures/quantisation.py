@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.families import FAMILIES
-from engine.models.architectures.schemes import FP8, REPACKED_KINDS, Scheme, checks_of, schemes_of
+from engine.models.architectures.schemes import FP8, Scheme, checks_of, schemes_of
 from engine.models.formats.number_formats import NVFP4_GROUP
 
 _METHODS: Mapping[str, str] = {
@@ -129,12 +129,6 @@ def schemes(config: Mapping[str, Any]) -> tuple[Scheme, ...]:
     settings = _of_others(config)
     checks = checks_of(settings)
     return schemes_of(settings) if checks is not None and checks(settings) is None else ()
-
-
-def codes_are_repacked(config: Mapping[str, Any]) -> bool:
-    """Whether a runtime that reads the weights of ``config`` uses no codes where they are stored."""
-    found = schemes(config)
-    return bool(found) and all(scheme.kind in REPACKED_KINDS for scheme in found)
 
 
 def readable_quantised(config: Mapping[str, Any]) -> bool:

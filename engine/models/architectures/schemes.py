@@ -21,9 +21,6 @@ apart."""
 NVFP4_OF_MODELOPT = "NVFP4"
 """ModelOpt's name of NVFP4."""
 
-REPACKED_KINDS = (INTEGERS, "AWQ", "GPTQ")
-"""Kinds of schemes whose codes lie otherwise than the runtimes read them."""
-
 _FP8_BLOCK = [BLOCK_SIDE, BLOCK_SIDE]
 _STATIC = "static scales of inputs"
 

@@ -41,7 +41,7 @@ from engine.models.folders.shard_files import ShardPart
 from engine.models.formats.byte_map import ExpertPlace, FileSpan, MatrixPlace
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.mapped_file import MappedFile, OwnMemory, aligned
-from engine.models.formats.model_files import Change, ExpertWeights, StoredTensor
+from engine.models.formats.model_files import Change, ExpertWeights, Repacked, StoredTensor
 from engine.models.formats.number_formats import is_grouped, is_packed, stored_bytes, words_dtype
 from engine.models.formats.repacking import Repacking, ScaleTable
 from engine.models.formats.safetensors_files import TensorEntry, read_header
@@ -155,14 +155,30 @@ class Checkpoint:
         """See :attr:`engine.models.formats.model_files.ModelFiles.repacks`."""
         return REPACKED in self._files
 
-    def repack(
-        self, progress: ProgressCallback, held: Mapping[int, Sequence[int]] | None = None, trunk: bool = True
-    ) -> list[str]:
-        """See :meth:`engine.models.formats.model_files.ModelFiles.repack`."""
+    @property
+    def repacked(self) -> Repacked:
+        """See :attr:`engine.models.formats.model_files.ModelFiles.repacked`."""
+        spent = (entry for made in self._made if isinstance(made, Repacking) for _, entry in made.spent)
+        return Repacked(sum(made.nbytes for made in self._made), sum(entry.nbytes for entry in spent))
+
+    def spent(self) -> list[tuple[str, TensorEntry]]:
+        """The tensors of files that are read by :meth:`repack` only, each with its file's name."""
+        entries = self._entries(None, trunk=True)
+        return [source for entry in entries if isinstance(entry.made, Repacking) for source in entry.made.spent]
+
+    def _entries(self, held: Mapping[int, Sequence[int]] | None, trunk: bool) -> list[TensorEntry]:
+        """The tensors of the experts ``held`` by layer, of all that are here if None, and perhaps of the trunk."""
         entries = [entry for _, entry in self._trunk.values()] if trunk else []
         if self._experts is not None:
             here = {layer: self._experts.held(layer) for layer in self._experts.layers}
             entries += self._experts.entries(here if held is None else held)
+        return entries
+
+    def repack(
+        self, progress: ProgressCallback, held: Mapping[int, Sequence[int]] | None = None, trunk: bool = True
+    ) -> list[str]:
+        """See :meth:`engine.models.formats.model_files.ModelFiles.repack`."""
+        entries = self._entries(held, trunk)
         wanted = [entry.made for entry in entries if entry.made is not None and entry.made not in self._made]
         if not wanted:
             return []

@@ -6,6 +6,7 @@ The runtimes' views, copies to a device, prefetching, residency and the transfer
 
 from __future__ import annotations
 
+import bisect
 import math
 import mmap
 from collections.abc import Iterable, Mapping
@@ -145,6 +146,22 @@ class ExpertPlace:
             else:
                 ranges.append((start, stop))
         return [(start, stop - start) for start, stop in ranges]
+
+
+def without(runs: Iterable[Run], taken: Runs) -> list[Run]:
+    """What is left of each of ``runs``, in their order, without the bytes ``taken``, which are :func:`merged`."""
+    left: list[Run] = []
+    for run in runs:
+        start = run.start
+        for number in range(max(0, bisect.bisect(taken, run) - 1), len(taken)):
+            cut = taken[number]
+            if (cut.file, cut.start) >= (run.file, run.stop):
+                break
+            if cut.file == run.file and cut.stop > start:
+                left += [Run(run.file, start, cut.start)] if cut.start > start else []
+                start = cut.stop
+        left += [Run(run.file, start, run.stop)] if start < run.stop else []
+    return left
 
 
 def merged(runs: Iterable[Run]) -> Runs:

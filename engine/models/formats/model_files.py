@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,6 +185,14 @@ def whole_weights(experts: Experts) -> int:
     return experts.count * sum(experts.place(layer, 0).weights for layer in experts.layers)
 
 
+class Repacked(NamedTuple):
+    """Bytes of what is not read where it is stored: of the memory in which it was computed, and of the files' tensors
+    that no pass reads any more."""
+
+    computed: int = 0
+    spent: int = 0
+
+
 class ModelFiles(Protocol):
     """A model folder, opened."""
 
@@ -222,6 +230,11 @@ class ModelFiles(Protocol):
     @property
     def repacks(self) -> bool:
         """Whether anything is not read where it is stored, but computed by :meth:`repack`."""
+        ...
+
+    @property
+    def repacked(self) -> Repacked:
+        """What :meth:`repack` has computed so far."""
         ...
 
     def repack(

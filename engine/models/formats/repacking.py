@@ -49,6 +49,12 @@ class Repacking:
     codes: TensorEntry | None = None
 
     @property
+    def spent(self) -> tuple[tuple[str, TensorEntry], ...]:
+        """The sources that nothing else reads."""
+        in_place = {part for part, made in (("codes", self.codes), ("scales", self.scales)) if made is None}
+        return tuple(source for part, source in self.sources.items() if part not in in_place)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that it takes in memory."""
         return sum(part.nbytes for part in (self.codes, self.scales, self.biases) if part is not None)

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
 from engine.models.formats.byte_map import FileMapping
+from engine.models.formats.model_files import Repacked
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.timing import Phase, Recorder
 from engine.pictures.places import PicturePlace
@@ -24,10 +25,13 @@ class LocalModel(LoadedModel):
     ``files``: all mappings that a pass reads. They are watched until the model is closed.
     """
 
-    def __init__(self, facts: ModelFacts, recorder: Recorder, files: Sequence[FileMapping] = ()) -> None:
+    def __init__(
+        self, facts: ModelFacts, recorder: Recorder, files: Sequence[FileMapping] = (), repacked: Repacked | None = None
+    ) -> None:
         self._facts = facts
         self._recorder = recorder
         self._mapped = tuple(files)
+        self._repacked = repacked or Repacked()
         self._guard = FileGuard(self._mapped)
         self._closed = False
 
@@ -46,6 +50,10 @@ class LocalModel(LoadedModel):
     @property
     def mapped_files(self) -> tuple[FileMapping, ...]:
         return self._mapped
+
+    @property
+    def repacked(self) -> Repacked:
+        return self._repacked
 
     def close(self) -> None:
         """Drop the mappings of the files, and in subclasses the weights. The model cannot run afterwards."""

@@ -76,7 +76,7 @@ class NativeModel(LocalModel):
         self, opened: OpenedModel, facts: ModelFacts, recorder: Recorder, pool: Pool, ring: RingTrunk | None = None
     ) -> None:
         """``ring`` runs the passes if routed experts are shared with other machines."""
-        super().__init__(facts, recorder, opened.files.mapped_files)
+        super().__init__(facts, recorder, opened.files.mapped_files, opened.files.repacked)
         shape = self._shape = opened.shape
         self._weights: TrunkWeights | None = opened.weights
         self._files: ModelFiles | None = opened.files

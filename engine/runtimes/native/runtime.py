@@ -87,7 +87,7 @@ class NativeRuntime(Runtime):
         progress("reading the trunk", files.trunk_bytes, files.trunk_bytes, "bytes")
         notices = repacked + _notices(opened, request)
         if ring is None:
-            nbytes = files.trunk_bytes + (0 if experts is None else experts.nbytes)
+            nbytes = files.trunk_bytes + (0 if experts is None else experts.nbytes) - files.repacked.computed
             beyond = notice_beyond_memory("weights", nbytes, files.mapped_files, available_bytes())
             if beyond is not None:
                 notices.append(beyond)

@@ -113,7 +113,8 @@ class TorchModel(LocalModel):
     ) -> None:
         """``logits``: see :class:`engine.runtimes.protocol.RingPlace`."""
         packed = bool(numbers_kept_packed(module))
-        super().__init__(facts, recorder, files.mapped_files if packed else getattr(files.experts, "mapped_files", ()))
+        mapped = files.mapped_files if packed else getattr(files.experts, "mapped_files", ())
+        super().__init__(facts, recorder, mapped, files.repacked)
         self._module = module
         self._config = config
         self._convolves = any(isinstance(each, torch.nn.Conv1d) for each in module.modules())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.host import Host
 from engine.ipc.messages import (
@@ -83,18 +84,31 @@ def ask(request: int) -> Generate:
     return Generate(id=request, prompt_ids=[5, 6, 7], max_tokens=2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "kept"), [("gptq", "nothing"), ("gptq", "self_attn"), ("gptq", "layers"), ("pack-quantized", "nothing")]
+)
 def test_what_was_computed_at_loading_is_not_read_from_its_files_again(
-    tiny_model: TinyModel, host: Host, events: Events, tmp_path: Path
+    tiny_model: TinyModel, host: Host, events: Events, tmp_path: Path, kind: str, kept: str
 ):
-    form = Form("gptq", scales=torch.float16)
-    folder, _ = write_zero_points(tmp_path / "model", tiny_model("llama", **whole_blocks("llama")), form)
-    host.take(load(folder, runtime="torch", lock_memory=True))
+    """What lies in them as it is used is."""
+    form = Form(kind, scales=torch.float16)
+    source = tiny_model("qwen3_moe", **whole_blocks("qwen3_moe"))
+    folder, _ = write_zero_points(tmp_path / "model", source, form, kept=lambda module: kept in module)
+    endings = (".qweight", ".qzeros", ".scales", ".g_idx")
+    stored = {name: tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items()}
+    computed = sum(nbytes for name, nbytes in stored.items() if name.endswith(endings))
+    assert bool(computed) == (kind == "gptq" and kept != "layers")
+    host.take(load(folder, runtime="native", lock_memory=True))
     assert isinstance(events.answer(1), Loaded)
-    said = events.wait(lambda event: isinstance(event, Notice) and "computed when the model was loaded" in event.text)
-    assert isinstance(said, Notice)
+    done = events.wait(lambda event: isinstance(event, WarmUp) and event.done == event.total)
+    assert isinstance(done, WarmUp)
+    assert done.total == sum(stored.values()) - computed
+    said = [event.text for event in events.all if isinstance(event, Notice) and "computed when" in event.text]
+    assert said == [
+        f"{computed / 1e9:.1f} GB of weights are not locked in memory: they were computed when the model was loaded."
+    ] * bool(computed)
     host.take(ask(2))
     assert isinstance(events.answer(2), Finished)
-    assert not any(isinstance(event, WarmUp) for event in events.all)
 
 
 @pytest.mark.parametrize("runtime", ["native", "torch"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.errors import ModelError
 from engine.generation.reasoning import ReasoningParser, Separated, separate
@@ -32,7 +33,9 @@ from engine.session.loading import load_session, read_settings, stop_ids
 from engine.session.session import Session
 from engine.session.token_history import TokenHistory
 from tests.engine.session.asking import Ask, LetterTokenizer
+from tests.support.tiny_gguf import whole_blocks
 from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_zero_points import Form, write_zero_points
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
 TOOLS: dict[str, Any] = {"tools": [Tool(name="clock")], "messages": [Message("user", "x")]}
@@ -69,6 +72,26 @@ def ask(folders: dict[str, Path]) -> Iterator[Ask]:
 def continuation(model: Any, prompt: list[int], **options: Any) -> list[int]:
     found = model.generate(torch.tensor([prompt]), do_sample=False, pad_token_id=0, **options)
     return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["gptq", "pack-quantized"])
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+def test_repacked_weights_are_taken_from_the_memory_for_conversations_once(
+    tmp_path: Path, kind: str, runtime: str
+) -> None:
+    """They are no free memory any more, so that only what lies in the files is left to count."""
+    source = write_tiny_model(tmp_path / "source", "qwen3_moe", **whole_blocks("qwen3_moe"))
+    folder, _ = write_zero_points(tmp_path / "model", source, Form(kind, scales=torch.float16))
+    file = folder / "model.safetensors"
+    names = (".qweight", ".qzeros", ".scales", ".g_idx")
+    read = file.stat().st_size - sum(
+        tensor.nbytes for name, tensor in load_file(file).items() if name.endswith(names)
+    )  # fmt: skip
+    opened = load_session(Load(id=1, model=str(folder), runtime=runtime), lambda *_: None)
+    opened._memory = lambda: 10**8
+    assert opened._budget(0) == (10**8 - read) // session.CPU_SHARE
+    assert opened.model.repacked.computed > 0
+    opened.close()
 
 
 @pytest.mark.soak

@@ -10,7 +10,6 @@ import pytest
 
 from engine.errors import ModelError
 from engine.models.architectures.quantisation import (
-    codes_are_repacked,
     groups_of,
     has_fp8,
     method_of,
@@ -25,12 +24,11 @@ from tests.support.tiny_fp8 import of_compressed_tensors
 from tests.support.tiny_zero_points import Form
 
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-INTEGERS = Form("int-quantized", bits=8, group=-1).settings([])
 RUN: dict[str, dict[str, Any]] = {
     "FP8": DEEPSEEK,
     "FP8 in rows": of_compressed_tensors("channel"),
     "packed": Form("pack-quantized").settings([]),
-    "integers": INTEGERS,
+    "integers": Form("int-quantized", bits=8, group=-1).settings([]),
     "AWQ": Form("awq").settings([]),
     "GPTQ": Form("gptq").settings([]),
     "NVFP4": Form("nvfp4-pack-quantized").settings([]),
@@ -62,7 +60,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize("name", RUN)
 def test_settings_of_any_type_are_refused_in_one_sentence_or_run(name: str) -> None:
     asked: tuple[Callable[[dict[str, Any]], object], ...] = (
-        refuse_quantized, schemes, has_fp8, codes_are_repacked, method_of,
+        refuse_quantized, schemes, has_fp8, method_of,
         lambda config: groups_of(config, "model.norm"), lambda config: refuse_names(["a.qweight"], config),
         lambda config: refuse_download(config, 1),
     )  # fmt: skip
@@ -106,15 +104,6 @@ def test_static_scales_of_inputs_are_named_for_compressed_tensors_too() -> None:
 
 def test_the_method_may_be_written_in_capitals() -> None:
     assert schemes(config_of(RUN["AWQ"] | {"quant_method": "AWQ"})) == (Scheme("AWQ", 4, 32),)
-
-
-def test_codes_are_repacked_only_if_those_of_all_modules_are() -> None:
-    assert codes_are_repacked(config_of(INTEGERS)) and not codes_are_repacked(config_of(RUN["packed"]))
-    groups = {"a": INTEGERS["config_groups"]["group_0"] | {"format": "int-quantized"},
-              "b": RUN["packed"]["config_groups"]["group_0"] | {"format": "pack-quantized"}}  # fmt: skip
-    mixed = config_of(INTEGERS | {"format": "mixed-precision", "config_groups": groups})
-    assert len(schemes(mixed)) == 2 and not codes_are_repacked(mixed)
-    assert not codes_are_repacked({"model_type": "llama"})
 
 
 @pytest.mark.parametrize(
