@@ -67,10 +67,13 @@ ARCHITECTURES = {
     "exaone4": "exaone4",
     "granitemoehybrid": "granitehybrid",
     "granitemoehybrid_dense": "granitehybrid",
+    "solar_open": "glm4moe",
+    "hy_v3": "hy_v3",
+    "granitemoeshared": "granitemoe",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
-READ_AS = {"gemma4_unified_text": "gemma4_text"}
+READ_AS = {"gemma4_unified_text": "gemma4_text", "solar_open": "glm4_moe"}
 """Families whose GGUF files are read as those of another, of which they are a kind."""
 
 PRE = {"glm4_moe_lite": "glm4", "glm4_moe": "glm4"}
@@ -116,6 +119,10 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "mlp.router.gate": "ffn_gate_inp",
+    "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+    "mlp.shared_mlp.down_proj": "ffn_down_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
@@ -216,7 +223,7 @@ def gguf_name(name: str, architecture: str = "") -> str:
     if kind in ("A_log", "dt_bias"):
         return f"blk.{stem.split('.')[2]}.{'ssm_a' if kind == 'A_log' else 'ssm_dt.bias'}"
     if kind in ("e_score_correction_bias", "expert_bias"):
-        return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
+        return f"blk.{stem.split('.')[2]}.exp_probs_b" + (".bias" if architecture != "hy_v3" else "")
     if kind == "sinks":
         return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
     if stem in _NAMES:
@@ -623,7 +630,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
     sizes |= {"intermediate_size": 512, "num_hidden_layers": 2}
     if family in ("olmoe", "dots1"):
         sizes["num_key_value_heads"] = 8  # llama.cpp knows no other
-    if family in ("mixtral", "granitemoe", "gpt_oss", "granitemoehybrid"):
+    if family in ("mixtral", "granitemoe", "granitemoeshared", "gpt_oss", "granitemoehybrid"):
         sizes["num_local_experts"] = 4
     if family.startswith("granitemoehybrid"):
         del sizes["num_hidden_layers"], sizes["head_dim"]
@@ -644,7 +651,11 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["num_hidden_layers"]
         sizes |= {"intermediate_size_mlp": 512, "intermediate_size": 256}
         sizes |= {"attention_chunk_size": 8192, "floor_scale": 8192}  # llama.cpp knows no other
-    if family == "exaone_moe":
+    if family == "solar_open":
+        sizes |= {"n_routed_experts": 8, "moe_intermediate_size": 256}
+    if family == "granitemoeshared":
+        sizes["shared_intermediate_size"] = 256
+    if family in ("exaone_moe", "hy_v3"):
         sizes |= {"num_experts": 8, "moe_intermediate_size": 256}
     if family == "ernie4_5_moe":
         sizes |= {"moe_num_experts": 4, "moe_intermediate_size": 256}

@@ -97,10 +97,19 @@ def write_metadata(
     if architecture == "exaone-moe":
         shared = config["num_shared_experts"] * config["moe_intermediate_size"]
         writer.add_expert_shared_feed_forward_length(shared)
-    if config.get("n_shared_experts") or config.get("num_shared_experts"):
+    if architecture == "granitemoe" and config.get("shared_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    if architecture == "hy_v3":
+        writer.add_expert_shared_feed_forward_length(config["num_shared_experts"] * config["moe_intermediate_size"])
+        writer.add_expert_weights_scale(config["router_scaling_factor"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    elif config.get("n_shared_experts") or config.get("num_shared_experts"):
         _write_shared(writer, config)
     if architecture in ("glm4moe", "glm4", "minimax-m2"):
-        writer.add_rope_dimension_count(round(config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]))
+        writer.add_rope_dimension_count(
+            round(config["rope_parameters"].get("partial_rotary_factor", 1.0) * config["head_dim"])
+        )
     if config.get("clip_qkv"):
         writer.add_clamp_kqv(config["clip_qkv"])
     if architecture in DELTA_NETS:
@@ -218,7 +227,7 @@ def _write_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     dense = config.get("first_k_dense_replace")
-    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense") if dense is None else dense)
+    writer.add_leading_dense_block_count(config.get("mlp_layer_types", []).count("dense") if dense is None else dense)
 
 
 def _write_yarn(writer: GGUFWriter, rope: dict[str, Any]) -> None:

@@ -39,6 +39,10 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "ernie4_5_moe",
     "exaone_moe",
     "granitemoehybrid",
+    "solar_open",
+    "hy_v3",
+    "flex_olmo",
+    "granitemoeshared",
 )
 _KINDS_OF_FAMILIES = {
     "gemma4_dense": "gemma4_text",
@@ -343,9 +347,32 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
+    "solar_open": {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "hy_v3": {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "num_shared_experts": 2,
+    },
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3},
     "cohere": {"logit_scale": 0.5, "num_hidden_layers": 4},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 0.5},
     "granite": _GRANITE,
+    "granitemoeshared": {
+        **_GRANITE,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 40,
+    },
     "granitemoehybrid": {**_GRANITE_HYBRID, "num_local_experts": 8, "num_experts_per_tok": 3},
     "granitemoehybrid_dense": {**_GRANITE_HYBRID, "num_local_experts": 0, "tie_word_embeddings": True},
     "lfm2": {

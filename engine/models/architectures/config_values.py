@@ -102,7 +102,7 @@ _RULES: dict[str, _Rule] = {
         "num_experts n_routed_experts experts_per_token num_selected_experts "
         "moe_k d_model n_heads n_layers max_seq_len kv_n_heads ffn_hidden_size moe_num_experts moe_top_k "
         "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
-        "shared_intermediate_size mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand "
+        "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
         "conv_L_cache rotary_dim global_head_dim num_global_key_value_heads top_k_experts "
         "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
@@ -112,13 +112,13 @@ _RULES: dict[str, _Rule] = {
         whole(0),
         "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts "
         "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input num_local_experts "
-        "num_experts_per_tok",
+        "num_experts_per_tok shared_intermediate_size",
     ),
     **_rules(
         _number,
         "attention_multiplier embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor clip_qkv "
         "swiglu_alpha swiglu_limit mscale mscale_all_dim attn_scale floor_scale attention_dropout initializer_range "
-        "router_jitter_noise input_jitter_noise",
+        "router_scaling_factor router_jitter_noise input_jitter_noise",
     ),
     **_rules(
         positive,

@@ -227,7 +227,8 @@ def _experts(
     yield NamedTensor.whole(here + "ffn_gate_inp.weight", target + router, (count, hidden))
     if moe.router.correction:
         shape = (1, count) if moe.router.correction_of_one_row else (count,)
-        yield NamedTensor.whole(here + "exp_probs_b.bias", target + moe.router.correction, shape)
+        name = here + "exp_probs_b" if here + "exp_probs_b" in gguf.tensors else here + "exp_probs_b.bias"
+        yield NamedTensor.whole(name, target + moe.router.correction, shape)
     if moe.router.norm:
         yield NamedTensor.whole(here + "ffn_gate_inp.scale", target + moe.router.norm, (hidden,))
     if moe.router.expert_scale:

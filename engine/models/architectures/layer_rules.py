@@ -28,6 +28,19 @@ def after_dense(setting: str) -> Callable[[Config, int], list[int]]:
     return rule
 
 
+def sparse_layers(first: Callable[[Config], int]) -> Callable[[Config, int], list[int]]:
+    """The layers that ``mlp_layer_types`` says are sparse, or else those after the ``first`` ones (exaone_moe)."""
+
+    def rule(config: Config, layers: int) -> list[int]:
+        named = config.get("mlp_layer_types")
+        if named is None:
+            return list(range(first(config), layers))
+        kinds = check_kinds(named, layers, ("dense", "sparse"), "mlp_layer_types")
+        return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+
+    return rule
+
+
 def layer_list(config: Config, key: str) -> list[int] | None:
     """The list of layers at ``key``, or None. Raises ModelError if it is something else."""
     value = config.get(key)
@@ -76,13 +89,12 @@ def named_kinds(config: Config, layers: int) -> list[str]:
     return check_kinds(config.get("layer_types"), layers, KINDS)
 
 
-def check_kinds(kinds: Any, layers: int, allowed: tuple[str, ...]) -> list[str]:
-    """``kinds``, as ``layer_types`` gives them. Raises ModelError if that is no list of so many ``allowed`` kinds of
+def check_kinds(kinds: Any, layers: int, allowed: tuple[str, ...], setting: str = "layer_types") -> list[str]:
+    """``kinds``, as ``setting`` gives them. Raises ModelError if that is no list of so many ``allowed`` kinds of
     layers."""
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise damaged(
-            f"config.json gives {shown(kinds)} for layer_types, which must name one kind for each of the {layers} "
-            "layers"
+            f"config.json gives {shown(kinds)} for {setting}, which must name one kind for each of the {layers} layers"
         )
     unknown = next((kind for kind in kinds if kind not in allowed), None)
     if unknown is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from engine.models.architectures.record import PARTS, ExpertTensor, Layout, Part, RouterRecord
+from collections.abc import Callable
+
+from engine.models.architectures.config_values import whole_number
+from engine.models.architectures.record import PARTS, Config, ExpertTensor, Layout, Part, RouterRecord
 
 LAYER = "model.layers.{layer}."
 MLP_EXPERTS = LAYER + "mlp.experts"
@@ -65,9 +68,15 @@ GROUPED = RouterRecord(
     added_to_sum=1e-20,
     correction="mlp.gate.e_score_correction_bias",
     groups=True,
-    scaled=True,
+    scale_setting="routed_scaling_factor",
 )
 """Routers as those of DeepSeek V3."""
+
+
+def shared_experts(setting: str, least: int = 0) -> Callable[[Config], int]:
+    """Width of so many shared experts of a routed one's size as ``setting`` says, at least ``least``."""
+    return lambda config: whole_number(config, "moe_intermediate_size") * whole_number(config, setting, minimum=least)
+
 
 LATENTS = ((".self_attn.embed_q.", ".self_attn.k_b_proj."), (".self_attn.unembed_out.", ".self_attn.v_b_proj."))
 """Names in checkpoints of mlx-lm of the two halves of the projection of latents, and those in GGUF files."""

@@ -82,8 +82,8 @@ class RouterRecord:
     """Whether experts are in groups, of which only the best are used."""
     scales_input: bool = False
     """Whether the weights of chosen experts multiply their inputs, not their outputs (llama4)."""
-    scaled: bool = False
-    """Whether the weights of chosen experts are multiplied by ``routed_scaling_factor``."""
+    scale_setting: str = ""
+    """Setting of the factor of the weights of chosen experts; empty: none."""
     norm: str = ""
     """Name of the weights of a norm in front of it, whose result is divided by the root of its width (gemma4)."""
     expert_scale: str = ""

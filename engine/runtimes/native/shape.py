@@ -396,7 +396,7 @@ def _even(config: Mapping[str, Any], key: str) -> int:
 def _read_routing(config: Mapping[str, Any], router: RouterRecord) -> Routing:
     grouped = router.groups and (router.scoring == "sigmoid" or config["topk_method"] != "greedy")
     groups, kept_groups = (whole_number(config, key) if grouped else 1 for key in ("n_group", "topk_group"))
-    scale = positive_number(config, "routed_scaling_factor") if router.scaled else 1.0
+    scale = positive_number(config, router.scale_setting) if router.scale_setting else 1.0
     return Routing(
         scoring=router.scoring,
         scales_input=router.scales_input,

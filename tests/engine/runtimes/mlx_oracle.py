@@ -42,6 +42,7 @@ MOE_FAMILIES = (
     "dots1",
     "exaone_moe",
     "granitemoehybrid",
+    "solar_open",
 )
 FAMILIES = (
     "llama",
@@ -77,6 +78,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"mlp_only_layers": []},
     "glm4_moe": {"n_group": 1},
     "dots1": {"n_group": 1},
+    "solar_open": {"n_group": 1},
     "exaone_moe": {"n_group": 1},
     "qwen3_next": {"layer_types": REGULAR},
     "granitemoehybrid": {"mamba_n_groups": 1},
@@ -143,6 +145,7 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {},
     "dots1": {"moe_intermediate_size": 32},
+    "solar_open": {"moe_intermediate_size": 32},
     "exaone_moe": {"moe_intermediate_size": 32},
     "gemma4_dense": {"global_head_dim": 32, "num_key_value_heads": 2},
     "gemma4_e2b": {"global_head_dim": 32, "num_key_value_heads": 2, "hidden_size_per_layer_input": 32},

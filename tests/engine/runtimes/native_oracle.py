@@ -14,6 +14,7 @@ from engine.runtimes import runtime_named
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.protocol import Logits
 from tests.support.progress import quiet
+from tests.support.tiny_gguf import ARCHITECTURES
 
 FAMILIES = (
     "llama",
@@ -61,7 +62,13 @@ FAMILIES = (
     "exaone4",
     "granitemoehybrid",
     "granitemoehybrid_dense",
+    "solar_open",
+    "hy_v3",
+    "flex_olmo",
+    "granitemoeshared",
 )
+GGUF_FAMILIES = tuple(family for family in FAMILIES if family in ARCHITECTURES)
+"""Those of them whose GGUF files run."""
 PREPARED_ONLY = ("gpt_oss", "llama4_text")
 """Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""
 

@@ -67,7 +67,10 @@ class Subject:
 
 REGULAR = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 """The kinds of layers that mlx-lm assumes of models with delta-nets."""
-NOT_ON_MLX = ("minimax", "llama4_text", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe")
+NOT_ON_MLX = (
+    *("minimax", "llama4_text", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe"),
+    *("hy_v3", "flex_olmo", "granitemoeshared"),
+)
 
 NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,), prepared_only=PREPARED_ONLY)
 TORCH = Subject("torch", TINY_FAMILIES, ("float32", "bfloat16"))
@@ -81,6 +84,7 @@ MLX = Subject(
         "qwen2_moe": {"mlp_only_layers": []},
         "glm4_moe": {"n_group": 1},
         "dots1": {"n_group": 1},
+        "solar_open": {"n_group": 1},
         "exaone_moe": {"n_group": 1},
         "qwen3_next": {"layer_types": REGULAR},
         "granitemoehybrid": {"mamba_n_groups": 1},

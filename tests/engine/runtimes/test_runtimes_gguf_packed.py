@@ -24,7 +24,7 @@ from engine.models.formats.number_formats import is_packed
 from engine.models.store.gguf_folder import open_gguf
 from engine.moe.kernels.bindings import choose
 from engine.runtimes.torch.packed_modules import PackedLinear
-from tests.engine.runtimes.native_oracle import FAMILIES, load_native, needs_kernels
+from tests.engine.runtimes.native_oracle import GGUF_FAMILIES, load_native, needs_kernels
 from tests.engine.runtimes.subjects import prompt_of
 from tests.engine.runtimes.torch_oracle import (
     EXACT,
@@ -133,10 +133,10 @@ def test_packed_experts_run_in_the_native_kernels(packed_model: Packed, family: 
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, KINDS[family]) for family in FAMILIES),
+        *((family, KINDS[family]) for family in GGUF_FAMILIES),
         *(
             pytest.param(family, kind, marks=pytest.mark.soak)
-            for family, kind in pairwise(FAMILIES, WRITTEN)[::6]
+            for family, kind in pairwise(GGUF_FAMILIES, WRITTEN)[::6]
             if kind != KINDS[family]
         ),
     ],

@@ -23,7 +23,7 @@ from engine.models.store.gguf_folder import open_gguf
 from engine.runtimes import choosing
 from engine.runtimes.choosing import native_unsupported_reason
 from engine.session.loading import load_session
-from tests.engine.runtimes.native_oracle import FAMILIES, load_native, needs_kernels
+from tests.engine.runtimes.native_oracle import GGUF_FAMILIES, load_native, needs_kernels
 from tests.engine.runtimes.subjects import prompt_of
 from tests.engine.runtimes.torch_oracle import library_run, load, our_run, typical, worst
 from tests.support.progress import quiet
@@ -61,7 +61,7 @@ def written(folder: Path, family: str, kinds: Callable[[str], GGMLQuantizationTy
 @pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("salt", range(3))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_every_mix_of_formats_runs_on_native(tmp_path: Path, family: str, salt: int) -> None:
     folder, truth = written(tmp_path, family, drawn(salt))
     assert native_unsupported_reason(folder, Load(id=1, model="mixed", runtime="native")) is None

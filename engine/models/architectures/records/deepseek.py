@@ -37,7 +37,7 @@ V2 = Family(
     decoder=DecoderRecord(latents=True),
     moe=MoeRecord(
         QWEN,
-        RouterRecord(("mlp.gate.weight",), groups=True, scaled=True),
+        RouterRecord(("mlp.gate.weight",), groups=True, scale_setting="routed_scaling_factor"),
         shared="plain",
         layers=after_dense("first_k_dense_replace"),
         count_key="n_routed_experts",

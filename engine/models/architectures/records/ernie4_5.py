@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.parts import QWEN
+from engine.models.architectures.parts import QWEN, shared_experts
 from engine.models.architectures.record import (
     Config,
     DecoderRecord,
@@ -24,10 +24,6 @@ def _moe_layers(config: Config, layers: int) -> list[int]:
     first, every = whole_number(config, "moe_layer_start_index", minimum=0), whole_number(config, "moe_layer_interval")
     last = whole_number(config, "moe_layer_end_index", default=-1, minimum=-1)
     return [i for i in range(first, layers if last == -1 else min(last + 1, layers)) if (i + 1) % every == 0]
-
-
-def _shared_ffn(config: Config) -> int:
-    return whole_number(config, "moe_num_shared_experts", minimum=0) * whole_number(config, "moe_intermediate_size")
 
 
 def _settings(metadata: Metadata) -> dict[str, Any]:
@@ -88,7 +84,7 @@ MOE = replace(
             correction_of_one_row=True,
         ),
         shared="plain",
-        shared_ffn=_shared_ffn,
+        shared_ffn=shared_experts("moe_num_shared_experts"),
         layers=_moe_layers,
         count_key="moe_num_experts",
         per_token_key="moe_k",

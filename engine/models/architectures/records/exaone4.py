@@ -9,8 +9,8 @@ from typing import Any
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import grouped_experts, sliding_layers
-from engine.models.architectures.layer_rules import check_kinds, kind_windows
-from engine.models.architectures.parts import GROUPED, QWEN
+from engine.models.architectures.layer_rules import check_kinds, kind_windows, sparse_layers
+from engine.models.architectures.parts import GROUPED, QWEN, shared_experts
 from engine.models.architectures.record import (
     SCALED_ROPE,
     Config,
@@ -62,13 +62,7 @@ def _translate(config: Config) -> dict[str, Any]:
     return {"sliding_window_pattern": letters if config.get("sliding_window") else None}
 
 
-def _moe_layers(config: Config, layers: int) -> list[int]:
-    """Layers that ``mlp_layer_types`` says have experts, or those after the first ones."""
-    named = config.get("mlp_layer_types")
-    if named is None:
-        return list(range(whole_number(config, "first_k_dense_replace", minimum=0), layers))
-    kinds = check_kinds(named, layers, ("dense", "sparse"))
-    return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+_moe_layers = sparse_layers(lambda config: whole_number(config, "first_k_dense_replace", minimum=0))
 
 
 def _moe_settings(metadata: Metadata) -> dict[str, Any]:
@@ -134,9 +128,7 @@ MOE = Family(
         QWEN,
         replace(GROUPED, correction="mlp.e_score_correction_bias"),
         shared="plain",
-        shared_ffn=lambda config: (
-            whole_number(config, "moe_intermediate_size") * whole_number(config, "num_shared_experts", minimum=0)
-        ),
+        shared_ffn=shared_experts("num_shared_experts"),
         layers=_moe_layers,
         count_key="num_experts",
         ffn_key="moe_intermediate_size",

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
-from engine.models.architectures.config_values import number_of, positive_number
+from engine.models.architectures.config_values import number_of, positive_number, whole_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import experts, paired_changes
 from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx
 from engine.models.architectures.record import (
     SCALED_ROPE,
+    Config,
     DecoderRecord,
     Family,
     GgufRecord,
@@ -46,6 +47,20 @@ LAYOUTS = (
     of_mlx(LAYER + "block_sparse_moe.switch_mlp"),
     *GGUF,
 )
+SHARED_NAMES = {
+    "mlp.shared_experts.": "shared_mlp.",
+    ".mlp.": ".shared_mlp.",
+    "shared_mlp.gate_up_proj": "shared_mlp.input_linear",
+    "shared_mlp.down_proj": "shared_mlp.output_linear",
+}
+"""Parts of the usual names of networks that all tokens pass, and what they are beside experts."""
+
+
+def shared_ffn(config: Config) -> int:
+    """Width of that network."""
+    return whole_number(config, "shared_intermediate_size", minimum=0)
+
+
 # A softmax over the chosen logits alone is the whole softmax, divided by the sum of the chosen.
 ROUTER = RouterRecord(("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"), normalise=True)
 GRANITE = Family(
@@ -71,4 +86,24 @@ GRANITE_MOE = Family(
     mlx=MlxRecord("granitemoe", block="block_sparse_moe", route="own-router", rope_types=SCALED_ROPE),
     tokenizer_class="TokenizersBackend",
 )
-FAMILIES = (GRANITE, GRANITE_MOE)
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE,
+    model_type="granitemoeshared",
+    defaults={**GRANITE_MOE.defaults, "shared_intermediate_size": 0},
+    decoder=replace(DECODER, merged_ffn=True, names=SHARED_NAMES),
+    moe=MoeRecord(LAYOUTS, ROUTER, shared="plain", shared_ffn=shared_ffn),
+    gguf=GgufRecord(
+        "granitemoe",
+        "GraniteMoeSharedForCausalLM",
+        when=lambda metadata: metadata.number("expert_shared_feed_forward_length", 0) > 0,
+        settings=lambda metadata: {
+            **experts("num_local_experts")(metadata),
+            **scales(metadata),
+            "shared_intermediate_size": metadata.number("expert_shared_feed_forward_length"),
+        },
+        paired_rotary=True,
+        changes=paired_changes,
+    ),
+    mlx=None,
+)
+FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED)

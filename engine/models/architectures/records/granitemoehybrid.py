@@ -17,16 +17,18 @@ from engine.models.architectures.record import (
     MlxRecord,
     MoeRecord,
 )
-from engine.models.architectures.records.granite import DECODER, DEFAULTS, LAYOUTS, ROUTER, scales
+from engine.models.architectures.records.granite import (
+    DECODER,
+    DEFAULTS,
+    LAYOUTS,
+    ROUTER,
+    SHARED_NAMES,
+    scales,
+    shared_ffn,
+)
 
 _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Kinds of layers in older files and in mlx-lm, and their names now."""
-_NAMES = {
-    "mlp.shared_experts.": "shared_mlp.",
-    ".mlp.": ".shared_mlp.",
-    "shared_mlp.gate_up_proj": "shared_mlp.input_linear",
-    "shared_mlp.down_proj": "shared_mlp.output_linear",
-}
 
 
 def _sizes(config: Config) -> MambaSizes:
@@ -101,14 +103,14 @@ FAMILIES = (
             unrotated="unrotated",
             ffn=lambda config, layer: whole_number(config, "shared_intermediate_size"),
             merged_ffn=True,
-            names=_NAMES,
+            names=SHARED_NAMES,
         ),
         moe=MoeRecord(
             LAYOUTS,
             ROUTER,
             setting="num_local_experts",
             shared="plain",
-            shared_ffn=lambda config: whole_number(config, "shared_intermediate_size"),
+            shared_ffn=shared_ffn,
         ),
         gguf=GgufRecord(
             "granitehybrid",

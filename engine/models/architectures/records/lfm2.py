@@ -154,7 +154,7 @@ LFM2_MOE = Family(
             added_to_sum=1e-6,
             correction="mlp.expert_bias",
             correction_setting="use_expert_bias",
-            scaled=True,
+            scale_setting="routed_scaling_factor",
         ),
         layers=after_dense("num_dense_layers"),
         count_key="num_experts",

@@ -1,4 +1,5 @@
-"""OLMo 2 and 3, whose layers have norms only after their parts. Three of four layers of OLMo 3 see a window."""
+"""OLMo 2 and 3 and FlexOlmo, with experts, whose layers have norms only after their parts. Three of four layers of OLMo
+3 see a window."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ from typing import Any
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import sliding_layers
 from engine.models.architectures.layer_rules import KINDS, full_every, kind_windows, kinds_by, rope_by_kind
-from engine.models.architectures.record import SCALED_ROPE, Config, DecoderRecord, Family, GgufRecord, MlxRecord
+from engine.models.architectures.parts import QWEN
+from engine.models.architectures.record import (
+    SCALED_ROPE,
+    Config,
+    DecoderRecord,
+    Family,
+    GgufRecord,
+    MlxRecord,
+    MoeRecord,
+    RouterRecord,
+)
 
 _KIND = full_every("", 4)
 _KINDS = kinds_by(_KIND)
@@ -68,4 +79,11 @@ OLMO3 = Family(
     mlx=MlxRecord("olmo3", rope_types=SCALED_ROPE, windowed=True, honours={"hidden_act": ("silu",)}, checks=(_unlike,)),
     tokenizer_class="TokenizersBackend",
 )
-FAMILIES = (OLMO2, OLMO3)
+FLEX = Family(
+    "flex_olmo",
+    defaults={"num_experts_per_tok": 5, "norm_topk_prob": False},
+    decoder=replace(DECODER, rope_theta=500_000.0),
+    moe=MoeRecord(QWEN, RouterRecord(("mlp.gate.weight",), normalise="norm_topk_prob"), count_key="num_experts"),
+    tokenizer_class="TokenizersBackend",
+)
+FAMILIES = (OLMO2, OLMO3, FLEX)

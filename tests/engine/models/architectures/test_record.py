@@ -152,13 +152,17 @@ def test_kinds_of_layers_are_those_of_transformers(family: Family) -> None:
     assert layer_kinds({"model_type": family.model_type, "num_hidden_layers": len(kinds)}) == kinds
 
 
+NEWER_THAN_GGUF = ("hy_v3",)
+"""Architectures that llama.cpp has, and not yet the gguf package that is installed here."""
+
+
 @families(lambda family: family.gguf)
 def test_names_of_models_are_those_of_transformers_and_gguf(family: Family) -> None:
     import transformers
 
     assert family.gguf is not None
     assert hasattr(transformers, family.gguf.class_name)
-    assert family.gguf.name in MODEL_ARCH_NAMES.values()
+    assert (family.gguf.name in MODEL_ARCH_NAMES.values()) != (family.gguf.name in NEWER_THAN_GGUF)
 
 
 @families(lambda family: family.mlx)

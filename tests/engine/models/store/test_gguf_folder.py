@@ -223,7 +223,7 @@ def test_the_gate_of_a_shared_expert_is_a_row_or_a_vector(
         assert_the_same_model(open_model(open_gguf(path, quiet)), open_model(sources(family)))
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite", "hy_v3"])
 def test_blocks_that_predict_ahead_are_left_out(tmp_path: Path, sources: Callable[[str], Path], family: str) -> None:
     source = sources(family)
     path = write_tiny_gguf(

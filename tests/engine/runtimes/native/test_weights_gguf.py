@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from engine.models.store.gguf_folder import open_gguf
-from tests.engine.runtimes.native_oracle import FAMILIES, after_alike_branches, load_native, needs_kernels
+from tests.engine.runtimes.native_oracle import GGUF_FAMILIES, after_alike_branches, load_native, needs_kernels
 from tests.engine.runtimes.subjects import prompt_of
 from tests.engine.runtimes.torch_oracle import library_run, our_run, typical, worst
 from tests.support.pairwise import in_turn
@@ -36,7 +36,7 @@ def sources(tiny_model: Callable[..., Path]) -> Callable[[str], Path]:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "layout", "merged"),
-    in_turn(FAMILIES, ("stacked", "fused", "separate"), (False, True)),
+    in_turn(GGUF_FAMILIES, ("stacked", "fused", "separate"), (False, True)),
 )
 def test_plain_weights_give_the_librarys_logits(
     tmp_path: Path, sources: Callable[[str], Path], family: str, layout: Layout, merged: bool
