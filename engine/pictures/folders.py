@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.models.folders.checkpoint import safetensors_headers
+from engine.models.folders.checkpoint import EXPERT_DTYPES, safetensors_headers
 from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.formats.safetensors_files import TensorEntry
 from engine.pictures.sight import TOWERS, Sight, sight_of
 
 
 def read_sight(folder: Path) -> Sight | None:
-    """How the model in ``folder`` sees; None if it sees no pictures or its files lack the tower. Only headers are read.
+    """How the model in ``folder`` sees; None if it sees no pictures, or its files lack the tower or have it quantised.
 
-    Raises ModelError if a file is damaged.
+    Only headers are read. Raises ModelError if a file is damaged.
     """
     config = read_object(folder / "config.json", SMALL_FILE)
     sight = sight_of(config, _processor(folder))
-    return sight if sight is not None and tower_tensors(folder, sight) else None
+    if sight is None:
+        return None
+    tensors = tower_tensors(folder, sight)
+    return sight if tensors and all(entry.dtype in EXPERT_DTYPES for _, entry in tensors.values()) else None
 
 
 def _processor(folder: Path) -> Mapping[str, Any]:
@@ -44,3 +48,8 @@ def tower_tensors(folder: Path, sight: Sight) -> dict[str, tuple[Path, TensorEnt
                     found[instead + name.removeprefix(prefix)] = (folder / file, entry)
                     break
     return found
+
+
+def tower_bytes(folder: Path, sight: Sight) -> int:
+    """Bytes of memory that the tower takes in float32."""
+    return sum(4 * math.prod(entry.shape) for _, entry in tower_tensors(folder, sight).values())

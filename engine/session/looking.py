@@ -5,13 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.errors import ModelError
 from engine.ipc.messages import Message
 from engine.ipc.progress import ProgressCallback
 from engine.pictures.decoding import PictureDecoder
+from engine.pictures.folders import tower_bytes
 from engine.pictures.picture import Picture
 from engine.pictures.shown import ShownPictures
+from engine.planning.units import byte_size
+from engine.system.free_memory import available_bytes
+
+if TYPE_CHECKING:
+    from engine.runtimes.torch.tower import VisionTower
 
 StopCheck = Callable[[], bool]
 
@@ -68,7 +75,7 @@ class Looking:
         """Let the tower look at the pictures of the current question to which some of ``tokens`` belong, unless their
         rows are here.
 
-        Raises what ``progress`` raises, and ModelError if the tower's weights are damaged.
+        Raises what ``progress`` raises, and ModelError if the tower's weights are damaged or do not fit in memory.
         """
         needed, tower = set(tokens), None
         for digest, data in self._asked.items():
@@ -76,11 +83,22 @@ class Looking:
                 continue
             picture = self._decoded.get(digest) or self._decoding.decode(data)
             if tower is None:
-                from engine.runtimes.torch.tower import STAGE, VisionTower
-
-                progress(STAGE, 0, 0, "")
-                tower = VisionTower(self._folder, self._shown.sight)
+                tower = self._tower(progress)
             self._shown.put(digest, tower.rows(picture, progress))
+
+    def _tower(self, progress: ProgressCallback) -> VisionTower:
+        needed, free = tower_bytes(self._folder, self._shown.sight), available_bytes()
+        if needed > free:
+            raise ModelError(
+                f"The part of the model that sees takes {byte_size(needed)} of memory, of which {byte_size(free)} are "
+                "free; close other programs, or ask without pictures.",
+                "memory",
+            )
+        # torch takes seconds to import, and other questions do not need it.
+        from engine.runtimes.torch.tower import STAGE, VisionTower
+
+        progress(STAGE, 0, 0, "")
+        return VisionTower(self._folder, self._shown.sight)
 
     def turn_over(self) -> None:
         """Forget what only the current question needs."""

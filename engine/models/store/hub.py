@@ -31,7 +31,7 @@ _WANTED = re.compile(
     r"config\.json|generation_config\.json|tokenizer\.json|tokenizer_config\.json|tokenizer\.model|spiece\.model|"
     r"special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)|"
     r"LICEN[CS]E(\.(txt|md))?|model\.safetensors\.index\.json|quantize_config\.json|quant_config\.json|"
-    r"hf_quant_config\.json"
+    r"hf_quant_config\.json|(pre)?processor_config\.json"
 )
 _LARGE_SETTINGS = dict.fromkeys(
     ("tokenizer.json", "tokenizer.model", "spiece.model", WEIGHT_INDEX), MOST_TOKENIZER_BYTES

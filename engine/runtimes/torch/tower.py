@@ -21,6 +21,7 @@ from engine.models.architectures.config_values import without_implementations
 from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.formats.mapped_file import MappedFile
 from engine.models.formats.number_formats import WIDTHS
+from engine.moe.kernels.file_guard import unchanged
 from engine.pictures.folders import tower_tensors
 from engine.pictures.picture import Picture
 from engine.pictures.sight import Sight
@@ -89,20 +90,20 @@ def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
     shape or a number format that is not plain."""
     from transformers import PreTrainedModel
 
-    stored, files = tower_tensors(folder, sight), dict[Path, MappedFile]()
-    for name, expected in module.state_dict().items():
-        if name not in stored:
-            raise damaged(f"Tensor {name} of the tower is missing from the model's files")
-        path, entry = stored[name]
-        if entry.dtype not in WIDTHS or entry.shape != tuple(expected.shape):
-            raise damaged(
-                f"Tensor {name} of the tower is {list(entry.shape)} of {entry.dtype}, and config.json asks for "
-                f"{list(expected.shape)}"
-            )
-        if path not in files:
-            files[path] = MappedFile(path)
-        tensor = files[path].tensor(entry.dtype, entry.shape, entry.start)
-        put(module, name, numbers_on(torch.device("cpu"), tensor, torch.float32))
+    stored = tower_tensors(folder, sight)
+    files = {path: MappedFile(path) for path in {path for path, _ in stored.values()}}
+    with unchanged(list(files.values())):
+        for name, expected in module.state_dict().items():
+            if name not in stored:
+                raise damaged(f"Tensor {name} of the tower is missing from the model's files")
+            path, entry = stored[name]
+            if entry.dtype not in WIDTHS or entry.shape != tuple(expected.shape):
+                raise damaged(
+                    f"Tensor {name} of the tower is {list(entry.shape)} of {entry.dtype}, and config.json asks for "
+                    f"{list(expected.shape)}"
+                )
+            tensor = files[path].tensor(entry.dtype, entry.shape, entry.start)
+            put(module, name, numbers_on(torch.device("cpu"), tensor, torch.float32))
     for part in [module, *module.children()]:
         if isinstance(part, PreTrainedModel):
             fill_buffers(part, torch.device("cpu"))

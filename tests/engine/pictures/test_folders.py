@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from engine.errors import ModelError
-from engine.pictures.folders import read_sight, tower_tensors
+from engine.pictures.folders import read_sight, tower_bytes, tower_tensors
 
 CONFIG = {"model_type": "qwen3_5", "image_token_id": 7, "vision_config": {"patch_size": 16}}
 TOWER = "model.visual.blocks.0.attn.qkv.weight"
@@ -31,11 +31,18 @@ def test_a_folder_with_a_tower_sees(tmp_path: Path) -> None:
     assert [*tensors] == ["blocks.0.attn.qkv.weight"]
     path, entry = tensors["blocks.0.attn.qkv.weight"]
     assert path == folder / "model.safetensors" and entry.shape == (2, 3)
+    assert tower_bytes(folder, sight) == 24
 
 
 def test_without_the_weights_of_a_tower_nothing_is_seen(tmp_path: Path) -> None:
     assert read_sight(model(tmp_path)) is None
     assert read_sight(model(tmp_path, "model.language_model.norm.weight")) is None
+
+
+def test_a_quantised_tower_sees_nothing(tmp_path: Path) -> None:
+    model(tmp_path)
+    save_file({TOWER: np.zeros((2, 3), np.uint32)}, tmp_path / "model.safetensors")
+    assert read_sight(tmp_path) is None
 
 
 @pytest.mark.parametrize(("file", "inside"), [("preprocessor_config.json", False), ("processor_config.json", True)])

@@ -14,6 +14,7 @@ from engine.ipc.messages import CountTokens, Generate, Load, Message, PictureFil
 from engine.pictures.folders import read_sight
 from engine.pictures.picture import Picture
 from engine.runtimes.torch import tower
+from engine.session import looking
 from engine.session.loading import load_session
 from engine.session.prefix_cache import CHECKPOINT_TAIL
 from tests.engine.runtimes.native_oracle import needs_kernels
@@ -195,6 +196,19 @@ def test_what_cannot_be_shown_is_a_sentence(folders: dict[str, Path], opened: Op
     assert ask_about(ask, question(FIRST)).token_ids == greedy(
         folders["qwen3_5"], prompt_of(folders["qwen3_5"], *ASKED)
     )
+
+
+@needs_kernels
+def test_a_tower_that_does_not_fit_is_a_sentence(
+    folders: dict[str, Path], opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = opened(folders["qwen3_5"])
+    with monkeypatch.context() as patch:
+        patch.setattr(looking, "available_bytes", lambda: 1000)
+        with pytest.raises(ModelError, match="that sees takes") as caught:
+            ask_about(ask, question(FIRST))
+    assert caught.value.kind == "memory"
+    assert ask_about(ask, question(FIRST)).completion_tokens == 4
 
 
 @needs_kernels
