@@ -15,7 +15,7 @@ ELSEWHERE = {"faults", "inventory", "packaging", "support"}
 
 THROUGH = {
     "app/chat/commands/test_table.py": "app/chat/commands/command",
-    "app/chat/test_controller.py": "app/chat/answering app/chat/engine_link app/network",
+    "app/chat/test_controller.py": "app/chat/engine_link app/network",
     "app/chat/test_drafts.py": "app/tui/chat/drafting",
     "app/chat/test_finding.py": "app/tui/chat/find_line",
     "app/chat/test_first_run.py": "app/chat/downloads app/tui/screens/updates",

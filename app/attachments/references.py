@@ -2,24 +2,29 @@
 
 A reference is ``@`` at the beginning of a word and a path: relative to the current folder, absolute, or from ``~``.
 ``@"two words.txt"`` names a path with spaces, ``@src/`` the files below a folder, ``@src/*.py`` those that fit. An
-``@`` that names nothing there is text, as in an address or in Python's ``@property``.
+``@`` that names nothing there is text, as in an address or in Python's ``@property``. Pictures are among the files
+that a path names, or a pattern with their ending.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote
 
-from app.attachments.attachment import Attachment, AttachmentError, read_file
+from app.attachments.attachment import Attachment, pictures_of
 from app.attachments.listing import files_below
+from app.attachments.reading import PICTURE_ENDINGS, AttachmentError, FileReader
+from engine.ipc.messages import MOST_PICTURE_BYTES
 from engine.planning.units import byte_size
 
 MOST_FILES = 50
 """Maximum number of files that one question may have attached."""
 MOST_BYTES = 8_000_000
-"""Maximum bytes of all files that one question may have attached. No model has context for as much text."""
+"""Maximum bytes of all texts that one question may have attached. No model has context for as much."""
 
 _MOST_STARS = 6
 """Maximum number of asterisks in a pattern. The time of a comparison multiplies with each."""
@@ -77,38 +82,62 @@ def resolve(text: str, folder: Path, attached: Sequence[Attachment] = ()) -> Res
     ``attached``: files that were attached to the question before it was edited. One that is still named keeps its text,
     even if the file has changed or is gone.
     """
-    attachments: dict[str, Attachment] = {}
-    problems: list[str] = []
-    left_out: list[str] = []
-    below: dict[Path, list[str]] = {}
-    stamps: dict[Path, Stamp | None] = {}
-    for reference in references(text):
-        fitting = [old for old in attached if any(_fits(spelling, old.name) for spelling in _spellings(reference.path))]
+    with FileReader() as reader:
+        return _Resolving(folder, attached, reader).resolved(text)
+
+
+class _Resolving:
+    """One resolution. The arguments are those of :func:`resolve`."""
+
+    def __init__(self, folder: Path, attached: Sequence[Attachment], reader: FileReader) -> None:
+        self._folder = folder
+        self._attached = attached
+        self._reader = reader
+        self._attachments: dict[str, Attachment] = {}
+        self._problems: list[str] = []
+        self._left_out: list[str] = []
+        self._below: dict[Path, list[str]] = {}
+        self._stamps: dict[Path, Stamp | None] = {}
+
+    def resolved(self, text: str) -> Resolved:
+        for reference in references(text):
+            self._take(reference.path)
+        found = tuple(self._attachments.values())
+        if len(found) > MOST_FILES:
+            self._problems.append(f"{len(found)} files are named; at most {MOST_FILES} can be attached to a question.")
+        pictures = sum(len(picture.data) for picture in pictures_of(found))
+        texts = sum(attachment.size for attachment in found) - pictures
+        for what, total, most in (("files", texts, MOST_BYTES), ("pictures", pictures, MOST_PICTURE_BYTES)):
+            if total > most:
+                self._problems.append(
+                    f"The {what} are {byte_size(total)} together; at most {byte_size(most)} can be attached."
+                )
+        return Resolved(found, tuple(self._problems), tuple(self._left_out), tuple(self._stamps.items()))
+
+    def _take(self, named: str) -> None:
+        """Attach what the reference ``@named`` names."""
+        fitting = [old for old in self._attached if any(_fits(spelling, old.name) for spelling in _spellings(named))]
         if fitting:
-            attachments.update((old.name, old) for old in fitting)
-            continue
-        spelling, paths = _files(reference.path, folder, below)
+            self._attachments.update((old.name, old) for old in fitting)
+            return
+        spelling, paths = _files(named, self._folder, self._below)
         if len(paths) > MOST_FILES:
-            problems.append(
+            self._problems.append(
                 f"@{spelling} names {len(paths):,} files; at most {MOST_FILES} can be attached to a question."
             )
-            continue
+            return
         if not paths:
-            stamps.update((folder / named, None) for named in _spellings(reference.path))
+            self._stamps.update((self._folder / path, None) for path in _spellings(named))
         for name, path in paths:
-            if name in attachments:
-                continue
-            stamps[path] = _stamp(path)
-            try:
-                attachments[name] = read_file(path, name)
-            except AttachmentError as error:
-                (left_out if _names_many(spelling) else problems).append(str(error))
-    if len(attachments) > MOST_FILES:
-        problems.append(f"{len(attachments)} files are named; at most {MOST_FILES} can be attached to a question.")
-    total = sum(attachment.size for attachment in attachments.values())
-    if total > MOST_BYTES:
-        problems.append(f"The files are {byte_size(total)} together; at most {byte_size(MOST_BYTES)} can be attached.")
-    return Resolved(tuple(attachments.values()), tuple(problems), tuple(left_out), tuple(stamps.items()))
+            if name not in self._attachments:
+                self._read(name, path, _names_many(spelling))
+
+    def _read(self, name: str, path: Path, one_of_many: bool) -> None:
+        self._stamps[path] = _stamp(path)
+        try:
+            self._attachments[name] = self._reader.read(path, name)
+        except AttachmentError as error:
+            (self._left_out if one_of_many else self._problems).append(str(error))
 
 
 def _stamp(path: Path) -> Stamp | None:
@@ -167,7 +196,50 @@ def _many(path: str, folder: Path, below: dict[Path, list[str]]) -> list[tuple[s
         return []
     if base not in below:
         below[base] = files_below(base)
-    return [(start + name, base / name) for name in below[base] if _fits(path, start + name)]
+    fitting = [name for name in below[base] if _fits(path, start + name)]
+    if not _shows_pictures(path):
+        # Who names a folder of sources means its texts, and may talk to a model that sees nothing.
+        fitting = [name for name in fitting if not _shows_pictures(name)]
+    return [(start + name, base / name) for name in fitting]
+
+
+def _shows_pictures(path: str) -> bool:
+    return path.lower().endswith(PICTURE_ENDINGS)
+
+
+# --- a pasted path ---------------------------------------------------------------------------------------------------
+
+_LONGEST_PASTE = 20_000
+"""Maximum characters of pasted paths."""
+
+
+def pasted_pictures(pasted: str) -> str:
+    """References to the pictures whose paths were ``pasted``, as terminals paste what is dropped on them: quoted, with
+    backslashes, or as ``file:`` addresses. Empty if it is anything else."""
+    if "\n" in pasted.strip() or len(pasted) > _LONGEST_PASTE or not any(e in pasted.lower() for e in PICTURE_ENDINGS):
+        return ""
+    paths = _pasted_paths(pasted.strip())
+    return " ".join(map(reference_to, paths)) + " " if paths else ""
+
+
+def _pasted_paths(text: str) -> list[str]:
+    """The paths in ``text`` if all of them are of pictures that are there, else none."""
+    if _is_shown(text):
+        return [text]  # not every terminal marks the spaces in it
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return []
+    paths = [unquote(word.removeprefix("file://")) if word.startswith("file:///") else word for word in words]
+    return paths if all(map(_is_shown, paths)) else []
+
+
+def _is_shown(path: str) -> bool:
+    """Whether a reference to ``path`` would name a picture that is there."""
+    try:
+        return _shows_pictures(path) and '"' not in path and Path(path).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 def pattern(glob: str) -> re.Pattern[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from app.attachments.figures import too_much, unseen
 from app.chat.engine_link import EngineLink
 from app.chat.saving import RETRY_SAVE_S, Saver
 from app.chat.state import (
@@ -159,8 +160,8 @@ def failed(turn: ChatTurn, event: Failed) -> tuple[State, str]:
     return "failed", f"{event.error} Use /edit to shorten it; later questions leave it out."
 
 
-def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Generate:
-    """The request to the engine, with the values of ``options``.
+def generate_request(request_id: int, turn: ChatTurn, options: Settings, *, sees: bool = False) -> Generate:
+    """The request to the engine, with the values of ``options``. ``sees``: with the pictures.
 
     A beam search takes the likeliest continuations, so it gets no sampling. What is read of a temporary conversation is
     never kept on disk.
@@ -168,7 +169,7 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Gene
     saved = turn.thread.conversation
     return Generate(
         id=request_id,
-        messages=[*prompt_messages(turn.thread.system, turn.path), *turn.begun.messages],
+        messages=[*prompt_messages(turn.thread.system, turn.path, sees=sees), *turn.begun.messages],
         continue_last=bool(turn.begun.text),
         sampling=options.sampling if turn.beams == 1 else Sampling(),
         max_tokens=options.max_tokens,
@@ -408,7 +409,17 @@ class AnswerLoop:
                 self._emit(StatusChanged())
 
     async def _generate(self, turn: ChatTurn) -> None:
-        request = generate_request(self._engine.new_id(), turn, effective(self._options(), turn.thread.values))
+        facts = self._status.facts
+        sees = facts is not None and facts.sight is not None
+        # Earlier pictures become their names for a model that sees none, but what is asked now does not.
+        problem = unseen(turn.path[-1].attachments, facts)
+        if sees:
+            problem = problem or too_much([each for entry in turn.path for each in entry.attachments])
+        if problem:
+            self._end(turn, "failed", problem)
+            return
+        options = effective(self._options(), turn.thread.values)
+        request = generate_request(self._engine.new_id(), turn, options, sees=sees)
         turn.request = request.id
         turn.answer.note = ""
         shown = self._shows(turn.thread)

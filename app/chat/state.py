@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from app.attachments.attachment import CHARACTERS_PER_TOKEN, Attachment
+from app.attachments.attachment import CHARACTERS_PER_TOKEN, Attachment, pictures_of
 from app.conversations.records import NO_THOUGHTS, UNKNOWN, Generation, MessageRecord, Role, State, Thoughts
 from engine.ipc.messages import Beam, MemoryUse, ModelFacts, Prefill, Progress, Timing, WarmUp
 
@@ -264,9 +264,14 @@ def context_to_come(status: Status, path: Sequence[Entry], max_tokens: int | Non
     return min(wanted, limit) if limit else wanted
 
 
+PICTURE_TOKENS = 1000
+"""Tokens assumed for a picture."""
+
+
 def characters(entry: Entry) -> int:
-    """The characters of a message, with those of its files."""
-    return len(entry.content) + sum(len(attachment.text) for attachment in entry.attachments)
+    """The characters of a message, with those of its files, and as many for a picture as it has tokens."""
+    pictures = len(pictures_of(entry.attachments)) * PICTURE_TOKENS * CHARACTERS_PER_TOKEN
+    return len(entry.content) + sum(len(attachment.text) for attachment in entry.attachments) + pictures
 
 
 # --- queued questions ------------------------------------------------------------------------------------------------

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
-from app.attachments.attachment import with_attachments
+from app.attachments.attachment import question_message, with_attachments
 from app.chat.state import TOO_LONG, Entry, QuestionQueue
-from app.conversations.exporting import export_form, quoted, write_export
+from app.conversations.exporting import export_form, json_text, quoted, write_export
 from app.conversations.records import NO_THOUGHTS, Conversation, MessageRecord, State, Thoughts
 from app.conversations.store import ConversationStore
 from app.settings.layers import ChatValues
-from engine.ipc.messages import Message
+from engine.ipc.messages import Message, PictureFile
 
 
 @dataclass(eq=False)
@@ -48,8 +47,8 @@ class Thread:
         )
 
 
-def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
-    """The messages for the model: the system prompt if there is one, then the path.
+def prompt_messages(system: str, path: list[Entry], *, sees: bool = False) -> list[Message]:
+    """The messages for the model: the system prompt if there is one, then the path. ``sees``: with its pictures.
 
     Empty answers are left out and consecutive questions are joined, because chat templates require alternating roles. A
     question that did not fit in the context is left out, as with it no later one would fit.
@@ -58,12 +57,20 @@ def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
     for entry, answer in zip_longest(path, path[1:]):
         if not entry.content.strip() or (answer is not None and answer.finish_reason == TOO_LONG):
             continue
-        last, content = messages[-1] if messages else None, with_attachments(entry.content, entry.attachments)
-        if last is not None and last.role == entry.role:
-            messages[-1] = Message(entry.role, f"{last.content}\n\n{content}")
-        else:
-            messages.append(Message(entry.role, content))
+        new = Message("assistant", entry.content)
+        if entry.role == "user":
+            new = question_message(entry.content, entry.attachments, sees=sees)
+        if messages and messages[-1].role == entry.role:
+            new = _joined(messages.pop(), new)
+        messages.append(new)
     return messages
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Two messages of the same role as one."""
+    before = f"{first.content}\n\n"
+    moved = [PictureFile(picture.data, len(before) + picture.place) for picture in second.pictures]
+    return Message(first.role, before + second.content, pictures=[*first.pictures, *moved])
 
 
 def alternative(store: ConversationStore, record: int, offset: int) -> int:
@@ -122,7 +129,7 @@ def _from_screen(thread: Thread, form: str, thoughts: bool) -> str:
             if entry.attachments:
                 message["attachments"] = [asdict(attachment) for attachment in entry.attachments]
             messages.append(message)
-        return json.dumps({"title": thread.title, "system": thread.system, "messages": messages}, indent=2) + "\n"
+        return json_text({"title": thread.title, "system": thread.system, "messages": messages})
     parts = [f"# {thread.title or 'Conversation'}"]
     for entry in thread.path:
         parts.append(f"## {'You' if entry.role == 'user' else entry.model or 'Model'}")

@@ -113,9 +113,12 @@ class TitleWriter:
         return self._store.conversation(thread.conversation).title in {title_from(each.content) for each in questions}
 
     async def _ask(self, thread: Thread) -> str:
+        facts = self._link.status.facts
+        # With the pictures, which were read for the first answer already.
+        said = prompt_messages(thread.system, thread.path, sees=facts is not None and facts.sight is not None)
         request = Generate(
             id=self._engine.new_id(),
-            messages=[*prompt_messages(thread.system, thread.path), Message("user", _REQUEST)],
+            messages=[*said, Message("user", _REQUEST)],
             sampling=Sampling(temperature=0.0),
             max_tokens=_MOST_TOKENS,
             thinking=False,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from typing import Any, cast
 
 import msgspec
 
+from app.attachments.attachment import Attachment
+from app.attachments.figures import figures, tokens_of
 from app.commands.engine_work import Interruption, do, run_with_engine, with_ring
 from app.commands.output import ProgressLine, ReaderGoneError, WorkFailed, answer, as_json, notify
 from app.commands.question import Question
@@ -55,9 +58,19 @@ def ask(question: Question) -> int:
         assert isinstance(loaded, Loaded)
         for notice in loaded.facts.notices:
             notify(f"note: {notice}")
+        _name_pictures(question.attached, loaded.facts)
         return await _answer(engine, interruption, question, loaded.facts)
 
     return run_with_engine(work, share=True)
+
+
+def _name_pictures(attached: Sequence[Attachment], facts: ModelFacts) -> None:
+    """A note on the size and tokens of each picture that the model will see."""
+    if facts.sight is None:
+        return
+    for file, tokens in zip(attached, tokens_of(attached, facts), strict=True):
+        if file.picture is not None:
+            notify(f"note: {' · '.join([file.name, *figures(file, tokens)])}")
 
 
 async def _answer(engine: EngineClient, interruption: Interruption, question: Question, facts: ModelFacts) -> int:

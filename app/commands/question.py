@@ -7,19 +7,20 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from app.attachments.attachment import AttachmentError, read_file, with_attachments
+from app.attachments.attachment import Attachment, pictures_of, question_message
+from app.attachments.reading import AttachmentError, FileReader
 from app.commands.options import check_peers, persona_named, settings_with
 from app.commands.output import WorkFailed, notify
 from app.settings.fields import Value
 from app.settings.schema import Settings
-from engine.ipc.messages import Constraint, Generate, Load, Message, Sampling
+from engine.ipc.messages import MOST_PICTURE_BYTES, Constraint, Generate, Load, Message, Sampling
 from engine.planning.units import byte_size
 
 _LARGEST_TOKEN_ID = 2**31 - 1
@@ -35,7 +36,7 @@ class Flags:
     stdin: bool | None = None
     """True if stdin is read besides the prompt; None: if it is a file, or a pipe with its first byte there in time."""
     files: list[str] = field(default_factory=list)
-    """Paths of text files that are attached to the question."""
+    """Paths of text files and pictures that are attached to the question."""
     prompt_ids: str | None = None
     system: str | None = None
     persona: str | None = None
@@ -58,6 +59,8 @@ class Question:
     settings: Settings
     """The settings that the model is loaded and a ring is formed by. ``peers`` are tried besides theirs."""
     peers: tuple[str, ...] = ()
+    attached: tuple[Attachment, ...] = ()
+    """The files that are in ``generate``."""
 
     @property
     def load(self) -> Load:
@@ -76,12 +79,13 @@ def question_from(flags: Flags) -> Question:
         raise WorkFailed("--stop cannot be empty", status=2)
     settings = settings_with(flags.settings, None if flags.persona is None else persona_named(flags.persona))
     generate = _generate(flags, settings)
+    attached = _attached(flags.files)
     if flags.prompt_ids is not None:
         generate = msgspec.structs.replace(generate, prompt_ids=parse_ids(flags.prompt_ids))
     else:
-        generate = msgspec.structs.replace(generate, messages=_messages(flags, settings))
+        generate = msgspec.structs.replace(generate, messages=_messages(flags, settings, attached))
     peers = check_peers(flags.peers, ring=settings.partitioning == "ring")
-    return Question(generate=generate, as_json=flags.as_json, settings=settings, peers=peers)
+    return Question(generate=generate, as_json=flags.as_json, settings=settings, peers=peers, attached=attached)
 
 
 def parse_ids(text: str) -> list[int]:
@@ -137,17 +141,29 @@ def _read_bytes(path: Path, most: int) -> bytes:
         return file.read(most + 1)
 
 
-def _messages(flags: Flags, settings: Settings) -> list[Message]:
+def _attached(files: Sequence[str]) -> tuple[Attachment, ...]:
+    """Raises WorkFailed (status 2)."""
     try:
-        attached = [read_file(Path(path)) for path in flags.files]
+        with FileReader() as reader:
+            attached = tuple(reader.read(Path(path)) for path in files)
     except AttachmentError as error:
         raise WorkFailed(str(error).removesuffix("."), status=2) from error
+    total = sum(len(picture.data) for picture in pictures_of(attached))
+    if total > MOST_PICTURE_BYTES:
+        raise WorkFailed(
+            f"the pictures are {byte_size(total)} together; at most {byte_size(MOST_PICTURE_BYTES)} can be attached",
+            status=2,
+        )
+    return attached
+
+
+def _messages(flags: Flags, settings: Settings, attached: Sequence[Attachment]) -> list[Message]:
     prompt = _prompt(flags)
     if not prompt.strip():
         raise WorkFailed("the question is empty", status=2)
     system = settings.system_prompt if flags.system is None else flags.system
     messages = [Message("system", _as_typed(system))] if system else []
-    return [*messages, Message("user", with_attachments(prompt, attached))]
+    return [*messages, question_message(prompt, attached, sees=True)]
 
 
 def _prompt(flags: Flags) -> str:

@@ -164,7 +164,12 @@ def privatellm(context: click.Context, *, latest: bool, model: str | None, perso
     "nothing within 3 seconds is ignored. Use --no-stdin in a loop that reads lines.",
 )
 @click.option(
-    "--file", "files", metavar="F", type=click.Path(), multiple=True, help="Attach this text file; may be repeated."
+    "--file",
+    "files",
+    metavar="F",
+    type=click.Path(),
+    multiple=True,
+    help="Attach this text file or picture; may be repeated.",
 )
 @click.option("--model", shell_complete=_model_names, help="Model to ask.")
 @click.option(

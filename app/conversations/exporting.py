@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -42,14 +43,20 @@ def quoted(text: str) -> str:
 
 
 def as_json(conversation: Conversation, messages: Iterable[MessageRecord], *, thoughts: bool = False) -> str:
-    """All branches as JSON: ``{"format": 1, "conversation": {...}, "messages": [...]}``."""
+    """All branches as JSON: ``{"format": 1, "conversation": {...}, "messages": [...]}``, with pictures in base64."""
     left_out = {"siblings", "sibling_index"} if thoughts else {"siblings", "sibling_index", "thoughts"}
     records = [
         {key: value for key, value in dataclasses.asdict(message).items() if key not in left_out}
         for message in messages
     ]
     content = {"format": 1, "conversation": dataclasses.asdict(conversation), "messages": records}
-    return json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+    return json_text(content, ensure_ascii=False)
+
+
+def json_text(content: object, *, ensure_ascii: bool = True) -> str:
+    """``content`` as JSON with indents. Bytes, of pictures, are in base64."""
+    text = json.dumps(content, ensure_ascii=ensure_ascii, indent=2, default=lambda data: b64encode(data).decode())
+    return text + "\n"
 
 
 def suggested_path(title: str) -> Path:

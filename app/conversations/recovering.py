@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ _MESSAGE = (
 )  # fmt: skip
 _TEXT = ("id", "digest", "text")
 _ATTACHMENT = ("id", "message", "position", "name", "text")
+_PICTURE = ("id", "digest", "width", "height", "data")
+_ATTACHED_PICTURE = ("id", "message", "position", "name", "picture")
 _DRAFT = ("conversation", "text", "pastes")
 _MISSES_IN_A_ROW = 10_000
+_NO_PLACE = 1_000_000
+"""Position after which attachments stand whose own is lost."""
 Row = dict[str, Any]
 
 
@@ -47,7 +52,9 @@ def recover_into(connection: sqlite3.Connection, damaged: Path) -> Recovered:
     """Copy every row that can still be read. A message whose parent is lost follows the one before it."""
     conversations, messages = _read(damaged)
     _mend(conversations, messages)
-    texts, attachments = _read_attachments(damaged, {row["id"] for row in messages})
+    there = {row["id"] for row in messages}
+    texts, attachments = _read_attachments(damaged, there)
+    pictures, attached_pictures = _read_pictures(damaged, there)
     owners = {0, *(row["id"] for row in conversations), *(-row["id"] for row in messages)}
     drafts = _read_drafts(damaged, owners)
     connection.execute("BEGIN IMMEDIATE")
@@ -56,6 +63,8 @@ def recover_into(connection: sqlite3.Connection, damaged: Path) -> Recovered:
         _insert(connection, "message", messages)
         _insert(connection, "attached_text", texts)
         _insert(connection, "attachment", attachments)
+        _insert(connection, "picture", pictures)
+        _insert(connection, "attached_picture", attached_pictures)
         _insert(connection, "draft", drafts)
         connection.execute("COMMIT")
     except BaseException:
@@ -95,16 +104,41 @@ def _read_attachments(damaged: Path, messages: set[int]) -> tuple[list[Row], lis
                 if isinstance(row.get("text"), str):
                     # A text that changed has another digest.
                     texts[row["id"]] = {**row, "digest": Attachment("", row["text"]).digest}
-            attachments = [
-                row
-                for row in _rows(source, "attachment", _ATTACHMENT)
-                if row.get("message") in messages and row.get("text") in texts and isinstance(row.get("name"), str)
-            ]
+            attachments = list(_linked(_rows(source, "attachment", _ATTACHMENT), "text", texts, messages))
     except sqlite3.Error:
         return [], []
-    for position, row in enumerate(attachments):
-        row["position"] = position
     return list(texts.values()), attachments
+
+
+def _read_pictures(damaged: Path, messages: set[int]) -> tuple[list[Row], list[Row]]:
+    """The attached pictures, and which of ``messages`` have them."""
+    pictures: dict[int, Row] = {}
+    attached: list[Row] = []
+    try:
+        with _opened(damaged) as source:
+            for row in _rows(source, "picture", _PICTURE):
+                # One that changed is no picture any more.
+                if isinstance(row.get("data"), bytes) and row.get("digest") == sha256(row["data"]).hexdigest():
+                    _typed(row, text=(), number=(), whole=("width", "height"))
+                    pictures[row["id"]] = row
+            attached = list(
+                _linked(_rows(source, "attached_picture", _ATTACHED_PICTURE), "picture", pictures, messages)
+            )
+    except sqlite3.Error:
+        return [], []
+    return list(pictures.values()), attached
+
+
+def _linked(links: Iterator[Row], column: str, contents: Container[int], messages: set[int]) -> Iterator[Row]:
+    """Those of ``links`` whose message and content are there. One whose place is lost comes last."""
+    taken: set[tuple[int, int]] = set()
+    for row in links:
+        if row.get("message") in messages and row.get(column) in contents and isinstance(row.get("name"), str):
+            place = row.get("position")
+            if not isinstance(place, int) or (row["message"], place) in taken:
+                place = _NO_PLACE + row["id"]
+            taken.add((row["message"], place))
+            yield {**row, "position": place}
 
 
 def _read_drafts(damaged: Path, owners: set[int]) -> list[Row]:

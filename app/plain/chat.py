@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from app.attachments.attachment import Attachment
+from app.attachments.figures import unseen
 from app.attachments.references import resolve
 from app.chat.commands.table import UnknownCommand, parse, unescaped
 from app.chat.controller import ChatController
@@ -135,12 +136,14 @@ class PlainChat:
         ``already_attached``: those of the question that was edited.
         """
         resolved = resolve(text, Path(), already_attached)
-        for problem in (*resolved.problems, *resolved.left_out):
+        facts = self.controller.status.facts
+        problems = [*resolved.problems, *filter(None, [unseen(resolved.attachments, facts)])]
+        for problem in (*problems, *resolved.left_out):
             self.speaker.say(problem, "Warning")
-        if resolved.problems:
+        if problems:
             self.speaker.say("Nothing was sent.")
             return None
-        self.speaker.files(resolved.attachments)
+        self.speaker.files(resolved.attachments, facts)
         return resolved.attachments
 
     def call(self, function: Callable[..., object], *arguments: object) -> object:

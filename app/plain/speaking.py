@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from app.attachments.attachment import Attachment, estimated_tokens
+from app.attachments.attachment import Attachment
+from app.attachments.figures import figures, tokens_of
 from app.chat.state import TOO_LONG, Entry, Phase, Status, UserNotice
 from app.chat.words import size, thought_figures
 from app.plain.console import Console
 from app.text_safety import one_line, visible
+from engine.ipc.messages import ModelFacts
 
 LONGEST_WAIT = 240
 """Characters of an unfinished sentence that are written at its last space, so that a long one does not seem stuck."""
@@ -67,10 +69,10 @@ class Speaker:
         self.files(entry.attachments)
         self._say_ending(entry)
 
-    def files(self, attachments: Sequence[Attachment]) -> None:
-        """Name the files that are attached to a question."""
-        for file in attachments:
-            self.say(f"{file.name}, {size(file.size)}, about {estimated_tokens(len(file.text)):,} tokens", "Attached")
+    def files(self, attachments: Sequence[Attachment], facts: ModelFacts | None = None) -> None:
+        """Name the files that are attached to a question. ``facts``: of the model that will see the pictures."""
+        for file, tokens in zip(attachments, tokens_of(attachments, facts), strict=True):
+            self.say(", ".join([file.name, *figures(file, tokens, "about ")]), "Attached")
 
     def begin(self, answer: Entry) -> None:
         """The next :meth:`grow` is of ``answer``."""

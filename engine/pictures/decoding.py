@@ -66,7 +66,7 @@ class PictureDecoder:
         self._process.close()
 
     def size(self, data: bytes, should_stop: StopCheck = lambda: False) -> PictureSize:
-        """The size of the picture in the file ``data``, of which only the beginning is decoded.
+        """The size of the picture in the file ``data``, which is decoded, so that a damaged one is refused here.
 
         Raises PictureRefused (bad-input); Cancelled as soon as ``should_stop()``.
         """

@@ -1,7 +1,7 @@
 """The program that decodes pictures, in a separate process that may be killed at any moment.
 
-A request is ``s`` for the size or ``p`` for the picture, and the bytes of its file. An answer is a
-:class:`engine.pictures.decoding.Header` as a line of JSON, and the red, green and blue of each pixel.
+A request is ``s`` for the size of the decoded picture or ``p`` for its colours, too, and the bytes of its file. An
+answer is a :class:`engine.pictures.decoding.Header` as a line of JSON, and the red, green and blue of each pixel.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def _answer(with_colours: bool, data: bytes) -> bytes:
             width, height = height, width
         head = _head(Header(width, height))
         if not with_colours:
+            image.load()
             return head
         coloured = _on_white(image)
     if orientation in _TURNS:

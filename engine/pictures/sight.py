@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
-from engine.models.architectures.config_values import LARGEST
 
 MOST_TOKENS = 2048
 """Maximum tokens of a picture. Larger ones are scaled down: the work of a tower grows with the square, and models allow
 pictures that would take a processor hours."""
+LARGEST = 2**31 - 1
+"""Maximum of any whole number among the settings."""
 _LONGEST = 200
 """Maximum ratio of a picture's sides."""
 _GEMMA_TOKENS = (70, 140, 280, 560, 1120)

@@ -55,6 +55,7 @@ from engine.ipc.messages import (
     pack,
     request_reader,
 )
+from engine.pictures.sight import Sight
 
 
 def emit(*events: Event) -> None:
@@ -75,6 +76,7 @@ def facts(request: Load) -> ModelFacts:
         context_limit=64, trunk_bytes=1, expert_bytes=1, key_value_bytes_per_token=1, parameters=2, load_s=0.5,
         notices=["no native kernel"],
         reasoning=ReasoningFacts(format="think") if "SCRIPTED_REASONING" in os.environ else None,
+        sight=Sight("qwen3_5", 9, patch=16, merge=2, most=2048) if "SCRIPTED_SIGHT" in os.environ else None,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from app.conversations.importing.parts import (
     moment,
     name,
     number,
+    picture,
     rows,
     table,
     text,
@@ -75,7 +76,7 @@ def _message(record: Mapping[str, Any]) -> ImportedMessage | None:
     if role not in ("user", "assistant"):
         return None
     thoughts = table(record.get("thoughts"))
-    files = [table(entry) for entry in rows(record.get("attachments"))]
+    files = [_attachment(table(entry)) for entry in rows(record.get("attachments"))]
     return ImportedMessage(
         role,
         text(record.get("content")),
@@ -87,5 +88,14 @@ def _message(record: Mapping[str, Any]) -> ImportedMessage | None:
         finish_reason=name(record.get("finish_reason")),
         thoughts=Thoughts(text(thoughts.get("text")), whole(thoughts.get("tokens")), number(thoughts.get("seconds"))),
         generation=generation_of(record.get("generation")),
-        attachments=tuple(Attachment(name(entry.get("name")), text(entry.get("text"))) for entry in files),
+        attachments=tuple(file for file in files if file is not None),
+        only_named=files.count(None),
     )
+
+
+def _attachment(entry: Mapping[str, Any]) -> Attachment | None:
+    """An attached file; None for a picture that is none."""
+    if entry.get("picture") is None:
+        return Attachment(name(entry.get("name")), text(entry.get("text")))
+    shown = picture(table(entry["picture"]))
+    return None if shown is None else Attachment(name(entry.get("name")), picture=shown)

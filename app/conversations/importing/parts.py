@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import heapq
 import json
@@ -11,9 +12,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from app.attachments.attachment import Attachment
+from app.attachments.attachment import AttachedPicture, Attachment, pictures_of
+from app.attachments.reading import is_picture
 from app.conversations.records import NO_THOUGHTS, UNKNOWN, Generation, Role, State, Thoughts
 from app.text_safety import one_line, sanitize
+from engine.ipc.messages import LARGEST_PICTURE
+from engine.pictures.picture import MOST_PIXELS
 
 MOST_MESSAGES = 100_000
 """Largest number of messages in a conversation that is imported."""
@@ -93,9 +97,10 @@ class ImportedMessage:
     def spend(self, allowance: Allowance) -> None:
         """Subtract this message from ``allowance``. Raises ImportTooLarge, also for limits of its own."""
         texts = (self.content, self.thoughts.text, *(attachment.text for attachment in self.attachments))
+        pictures = sum(len(shown.data) for shown in pictures_of(self.attachments))
         if max(map(len, texts)) > LONGEST_TEXT:
             raise ImportTooLarge
-        allowance.spend(_OWN_SIZE * (1 + len(self.attachments)) + sum(map(len, texts)))
+        allowance.spend(_OWN_SIZE * (1 + len(self.attachments)) + sum(map(len, texts)) + pictures)
 
 
 @dataclass
@@ -176,6 +181,21 @@ def moment(value: object) -> float | None:
         if seconds is not None and seconds > 1e11:
             seconds /= 1000
     return seconds if seconds is not None and 0 < seconds < _LATEST else None
+
+
+def picture(entry: Mapping[str, Any]) -> AttachedPicture | None:
+    """The picture with its file in base64 as ``data``, its ``width`` and ``height``; None if it is none.
+
+    It is decoded before a model sees it, and only then.
+    """
+    encoded, width, height = entry.get("data"), whole(entry.get("width")), whole(entry.get("height"))
+    if not isinstance(encoded, str) or len(encoded) > 2 * LARGEST_PICTURE or not 0 < width * height <= MOST_PIXELS:
+        return None
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except ValueError:
+        return None
+    return AttachedPicture(data, width, height) if is_picture(data) and len(data) <= LARGEST_PICTURE else None
 
 
 def file_mark(kind: object) -> str:

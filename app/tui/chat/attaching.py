@@ -12,6 +12,7 @@ from textual.widgets import Static
 from textual.worker import WorkType
 
 from app.attachments.attachment import Attachment, estimated_tokens
+from app.attachments.figures import texts_of, tokens_of, unseen
 from app.attachments.references import Resolved, references, resolve
 from app.chat.controller import ChatController
 from app.chat.state import Entry, Status
@@ -44,7 +45,7 @@ class AttachmentLine(Static):
         """The draft with its pastes folded, and the files that are kept."""
         self._resolved = Resolved()
         self._counted: tuple[Resolved, str, list[int]] | None = None
-        """The tokens of each file, with the files and the model that counted them."""
+        """The tokens of each text, with the files and the model that counted them."""
 
     def draft_changed(self, draft: str, whole: str, kept: Sequence[Attachment] = ()) -> None:
         """Look at ``draft`` soon. ``whole`` is the same with its folded pastes; ``kept`` is as in ``resolve``."""
@@ -84,16 +85,16 @@ class AttachmentLine(Static):
             self._estimate()
         resolved, model = self._resolved, self._status.model
         known = self._counted[2] if self._counted is not None and self._counted[:2] == (resolved, model) else None
-        texts = [file.text for file in resolved.attachments] if known is None else []
+        texts = [file.text for file in texts_of(resolved.attachments)] if known is None else []
         counts = await self._count([whole, *texts])
         if counts is not None and whole == self._draft:
-            of_files = counts[1:] if known is None else known
-            self._counted = resolved, model, of_files
-            self._show(of_files)
-            self._tell(counts[0] + sum(of_files), counted=True)
+            of_texts = counts[1:] if known is None else known
+            self._counted = resolved, model, of_texts
+            self._show(of_texts)
+            self._tell(counts[0] + self._tokens(of_texts), counted=True)
 
     def _show(self, counts: Sequence[int] | None) -> None:
-        content = to_be_attached(self._resolved, self._room, counts)
+        content = to_be_attached(self._resolved, self._room, counts, self._status.facts)
         if content.plain:
             self.update(content)
         self.display = bool(content.plain)
@@ -105,8 +106,11 @@ class AttachmentLine(Static):
         return facts.context_limit - (self._status.context_used or 0) if facts and facts.context_limit else None
 
     def _estimate(self) -> None:
-        files = sum(estimated_tokens(len(file.text)) for file in self._resolved.attachments)
-        self._tell(estimated_tokens(len(self._draft)) + files, counted=False)
+        self._tell(estimated_tokens(len(self._draft)) + self._tokens(None), counted=False)
+
+    def _tokens(self, counts: Sequence[int] | None) -> int:
+        """The tokens of all files, as far as they are known."""
+        return sum(count or 0 for count in tokens_of(self._resolved.attachments, self._status.facts, counts))
 
     def _tell(self, tokens: int, counted: bool) -> None:
         if (tokens, counted) != (self._status.draft_tokens, self._status.draft_counted):
@@ -155,10 +159,13 @@ class Asking:
             if thread is not self._controller.thread:
                 if kept_if_left:
                     self._give_back(text, "The question was not sent, because another chat was opened.")
-            elif resolved.problems:
-                self._give_back(text, " ".join(resolved.problems[:_MOST_SAID]))
+            elif problems := [*resolved.problems, *filter(None, [self._unseen(resolved)])]:
+                self._give_back(text, " ".join(problems[:_MOST_SAID]))
             else:
                 self._send(text, resolved.attachments, edited)
+
+    def _unseen(self, resolved: Resolved) -> str:
+        return unseen(resolved.attachments, self._controller.status.facts)
 
     def _send(self, text: str, attachments: tuple[Attachment, ...], edited: Entry | None) -> None:
         if edited is None:

@@ -15,6 +15,7 @@ from textual.document._edit import Edit
 from textual.message import Message
 from textual.widgets import TextArea
 
+from app.attachments.references import pasted_pictures
 from app.chat.drafts import QuestionHistory
 from app.conversations.drafts import Draft
 from app.tui.chat.completion import Completer, Completion, CompletionPopup, FileReferences
@@ -48,8 +49,10 @@ class FoldingArea(TextField):
         return super().edit(edit)
 
     def paste(self, pasted: str) -> None:
-        """Put ``pasted`` in the place of what is selected, folded if it is large."""
-        result = self._replace_via_keyboard(self.folds.fold(pasted, self.text), *self.selection)
+        """Put ``pasted`` in the place of what is selected, folded if it is large. The path of a picture becomes a
+        reference to it."""
+        text = pasted_pictures(pasted) or self.folds.fold(pasted, self.text)
+        result = self._replace_via_keyboard(text, *self.selection)
         if result is not None:
             self.move_cursor(result.end_location)
             self.focus()
@@ -122,7 +125,8 @@ class Prompt(FoldingArea):
     HELP = (
         "Type a question and press {send} to send it. {newline} starts a new line. Pasted text keeps its lines; "
         "a long paste is folded to a label and sent whole, and `tab` beside the label shows it. `@` and a file, a "
-        "folder or a pattern attaches text files. `up` recalls earlier questions that begin with what is typed. "
+        "folder or a pattern attaches text files; a picture is attached in the same way, or by pasting its path. "
+        "`up` recalls earlier questions that begin with what is typed. "
         "{editor} opens the draft in your own editor. `alt+z` undoes what was typed, `alt+shift+z` does it again; "
         "`ctrl+z` goes back to the shell, and `fg` there continues. "
         "{messages} goes to the messages. `/help` lists the commands."

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from engine.ipc.messages.ring import RingFacts
+from engine.pictures.sight import Sight
 
 RuntimeName = Literal["auto", "native", "torch", "mlx"]
 """``native``: the trunk of the commonest decoder shape in our own CPU kernels; ``torch``: transformers' trunk."""
@@ -205,6 +206,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """How the model samples if nothing is asked for; None if that is unknown."""
     answer_limit: int | None = None
     """Maximum tokens of an answer if none is asked for; None: as many as fit."""
+    sight: Sight | None = None
+    """How the model sees pictures; None if it sees none."""
 
 
 class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):

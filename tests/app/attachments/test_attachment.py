@@ -1,15 +1,17 @@
-"""Attached files: what is read and what is refused, and what the model gets."""
+"""Attached files: what the model gets."""
 
 from __future__ import annotations
 
+import base64
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from app.attachments.attachment import LARGEST, Attachment, AttachmentError, read_file, with_attachments
+from app.attachments.attachment import Attachment, question_message, with_attachments
 from app.commands.root import run
+from engine.ipc.messages import Message, PictureFile
+from tests.app.attachments.pictures import picture, png
 from tests.app.scripted import install, make_home
 
 
@@ -22,34 +24,23 @@ def test_the_question_comes_first_and_then_each_file_between_fences() -> None:
     assert with_attachments("why?", []) == "why?"
 
 
-def test_a_file_is_read_as_text(tmp_path: Path) -> None:
-    path = tmp_path / "grüße.txt"
-    path.write_bytes("\ufeffeins\r\nzwei\rdrei\n".encode())
-    read = read_file(path, "grüße.txt")
-    assert (read.name, read.text, read.size) == ("grüße.txt", "eins\nzwei\ndrei\n", 15)
-    assert read.digest == Attachment("another name", read.text).digest
+def test_pictures_come_before_the_question_each_at_its_place() -> None:
+    a, b, text = picture("a.png"), picture("b.png", colour="blue"), Attachment("c", "x")
+    one = question_message("why?", [a], sees=True)
+    assert one == Message("user", "why?", pictures=[PictureFile(a.data, 0)])
+    several = question_message("why?", [a, text, b], sees=True)
+    assert several.content == "Picture `a.png`:\n\nPicture `b.png`:\n\n\nwhy?\n\nFile `c`:\n```\nx\n```"
+    assert [picture.data for picture in several.pictures] == [a.data, b.data]
+    assert [several.content[: picture.place] for picture in several.pictures] == [
+        "Picture `a.png`:\n", "Picture `a.png`:\n\nPicture `b.png`:\n",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [(b"a\0b", "binary"), (b"\xff\xfe", "not UTF-8"), (b"x" * (LARGEST + 1), "too large"), (None, "No such file")],
-    ids=["binary", "other encoding", "large", "missing"],
-)
-def test_what_is_no_text_is_refused_in_one_sentence(tmp_path: Path, data: bytes | None, reason: str) -> None:
-    path = tmp_path / "odd\x1b[2Jname"
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(AttachmentError, match=reason) as refused:
-        read_file(path)
-    assert "oddname" in str(refused.value) and "\x1b" not in str(refused.value) and str(refused.value).endswith(".")
-
-
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(AttachmentError, match="not a file"):
-        read_file(tmp_path / "pipe")
-    with pytest.raises(AttachmentError, match="is a folder"):
-        read_file(tmp_path)
+def test_a_model_that_sees_nothing_gets_the_names_of_pictures() -> None:
+    files = [Attachment("c", "x"), picture("a.png", 64, 32)]
+    text = "why?\n\nFile `c`:\n```\nx\n```\n\n[Picture `a.png`, 64 x 32 pixels, which is not shown here]"
+    assert question_message("why?", files, sees=False) == Message("user", text)
+    assert with_attachments("why?", files) == text
 
 
 def test_ask_attaches_files(
@@ -65,3 +56,25 @@ def test_ask_attaches_files(
     assert capsys.readouterr().err == "privatellm: three cannot be read: No such file or directory\n"
     assert run(["ask", "--prompt-ids", "1,2", "--file", "one"]) == 2
     assert "--prompt-ids" in capsys.readouterr().err
+
+
+def test_ask_attaches_pictures_and_says_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(make_home(tmp_path, monkeypatch))
+    (tmp_path / "two").write_text("second\n")
+    (tmp_path / "b.jpg").write_bytes(png(64, 32, "blue"))
+    monkeypatch.setenv("SCRIPTED_SIGHT", "1")
+    files = ["--file=two", "--file=b.jpg"]
+    assert run(["ask", "echo: compare", "--no-stdin", *files]) == 0
+    out, err = capsys.readouterr()
+    (message,) = json.loads(out)["messages"]
+    assert [base64.b64decode(picture["data"]) for picture in message["pictures"]] == [png(64, 32, "blue")]
+    assert message["content"] == "echo: compare\n\nFile `two`:\n```\nsecond\n```"
+    assert "note: b.jpg · 64×32 · 2 tokens\n" in err and "note: two" not in err
+    (tmp_path / "c.png").write_bytes(png()[:40])
+    assert run(["ask", "echo:", "--no-stdin", "--file", "c.png"]) == 2
+    assert capsys.readouterr().err.startswith("privatellm: c.png cannot be attached, because it is ")
+    monkeypatch.setattr("app.commands.question.MOST_PICTURE_BYTES", 50)
+    assert run(["ask", "echo:", "--no-stdin", *files]) == 2
+    assert "together; at most 50 B can be attached" in capsys.readouterr().err

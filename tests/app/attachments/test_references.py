@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from app.attachments import listing
 from app.attachments.attachment import Attachment
 from app.attachments.listing import best, entries_of, files_below, fitting, folders_of
-from app.attachments.references import MOST_FILES, pattern, reference_to, references, resolve
+from app.attachments.references import MOST_FILES, pasted_pictures, pattern, reference_to, references, resolve
 from app.tui.chat.completion import FileReferences
+from tests.app.attachments.pictures import png
 
 
 @pytest.fixture
@@ -267,3 +268,57 @@ def test_a_small_index_does_not_take_much_memory(tmp_path: Path, monkeypatch: py
     folder = with_long_names(tmp_path / "hostile", 300, 100_000)
     monkeypatch.setattr(listing, "_GIT_MEMORY", 20_000)
     assert files_below(folder) == ["a.py"]
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_attached_by_name_and_by_their_ending_and_not_with_a_folder(project: Path) -> None:
+    for name in ("a.png", "src/b.PNG", "src/c.jpg", "odd.png"):
+        (project / name).write_bytes(png(40, 20))
+    (project / "odd.png").write_text("no picture")
+    found = resolve("@a.png, @a.py", project)
+    assert [(file.name, file.picture is not None) for file in found.attachments] == [("a.png", True), ("a.py", False)]
+    shown = found.attachments[0].picture
+    assert shown is not None and (shown.width, shown.height, shown.data) == (40, 20, png(40, 20))
+    assert names("@src/", project) == ["src/b.py", "src/deep/c.py", "src/notes.md"]
+    assert names("@src/* @src/*.jpg", project) == ["src/b.py", "src/notes.md", "src/c.jpg"]
+    # What a name says does not count.
+    assert [file.text for file in resolve("@odd.png", project).attachments] == ["no picture"]
+    (project / "odd.png").write_bytes(png()[:50])
+    assert "odd.png cannot be attached, because it is damaged" in resolve("@odd.png", project).problems[0]
+
+
+def test_a_question_keeps_its_picture_when_the_file_is_gone(project: Path) -> None:
+    (project / "a.png").write_bytes(png())
+    kept = resolve("@a.png", project).attachments
+    (project / "a.png").unlink()
+    assert resolve("what is @a.png", project, kept).attachments == kept
+    assert resolve("what is @a.png", project).attachments == ()
+
+
+def test_pictures_have_a_limit_of_their_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "a.png").write_bytes(png())
+    monkeypatch.setattr("app.attachments.references.MOST_PICTURE_BYTES", len(png()) - 1)
+    (problem,) = resolve("@a.png @a.py", project).problems
+    assert problem.startswith("The pictures are ")
+    monkeypatch.setattr("app.attachments.references.MOST_PICTURE_BYTES", len(png()))
+    monkeypatch.setattr("app.attachments.references.MOST_BYTES", 12)
+    assert resolve("@a.png @a.py", project).problems[0].startswith("The files are 13 B together")
+
+
+def test_a_pasted_path_of_a_picture_refers_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.png", "my photo.JPG", "note.txt", 'qu"ote.png'):
+        (tmp_path / name).write_bytes(b"x")
+    path, spaced = str(tmp_path / "a.png"), str(tmp_path / "my photo.JPG")
+    escaped = spaced.replace(" ", "\\ ")
+    for pasted in (spaced, f"{spaced}\n", f"'{spaced}'", f'"{spaced}" ', escaped, (tmp_path / "my photo.JPG").as_uri()):
+        assert pasted_pictures(pasted) == f'@"{spaced}" ', pasted
+    assert pasted_pictures(f"{path} {escaped}") == f'@{path} @"{spaced}" '
+    assert pasted_pictures("a.png") == "@a.png "
+    for pasted in (
+        "", "see a.png", "b.png", str(tmp_path / "note.txt"), f"{path}\n{path}", 'qu"ote.png', "it's a.png",
+        f"{path} and more", f"{path} {tmp_path / 'note.txt'}", "\0.png", "x" * 30_000 + ".png",
+    ):  # fmt: skip
+        assert pasted_pictures(pasted) == "", pasted

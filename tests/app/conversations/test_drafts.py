@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from app.attachments.attachment import Attachment
 from app.conversations.database import SqliteStore
 from app.conversations.drafts import Draft
 from app.conversations.opening import PAGE_BYTES, open_store
+from tests.app.attachments.pictures import picture
 
 A, B = Attachment("a.py", "print(1)\n"), Attachment("b.py", "print(2)\n")
 COPY = Attachment("copy of a.py", A.text)
+PICTURE = picture("a.png", 300, 200)
 
 
 @pytest.fixture
@@ -28,6 +31,11 @@ def store(path: Path) -> Iterator[SqliteStore]:
     opened = open_store(path)
     yield opened
     opened.close()
+
+
+def pictures(path: Path) -> list[str]:
+    with closing(sqlite3.connect(path)) as connection:
+        return [digest for (digest,) in connection.execute("SELECT digest FROM picture")]
 
 
 def texts(path: Path) -> list[str]:
@@ -54,9 +62,34 @@ def test_a_text_is_stored_once_and_removed_with_its_last_message(store: SqliteSt
         assert again.shown(second)[0].attachments == (COPY,)
 
 
+def test_a_picture_is_stored_once_and_removed_with_its_last_message(store: SqliteStore, path: Path) -> None:
+    first, second = store.create(model="m").id, store.create(model="m").id
+    files = (PICTURE, A, replace(PICTURE, name="again.png"))
+    asked = store.add(first, "user", "q", parent=None, attachments=files)
+    store.add(second, "user", "q", parent=None, attachments=[PICTURE])
+    assert asked.attachments == files == store.shown(first)[0].attachments
+    shown = store.shown(first)[0].attachments
+    assert shown[0].picture is shown[2].picture, "it is in memory once"
+    assert store.siblings(asked.id)[0].attachments == files
+    assert pictures(path) == [PICTURE.digest]
+    store.restore(store.delete(first))
+    assert store.shown(first)[0].attachments == files
+    store.delete(first)
+    store.close()
+    assert pictures(path) == [PICTURE.digest]
+    with closing(open_store(path)) as again:
+        assert again.shown(second)[0].attachments == (PICTURE,)
+        again.delete(second)
+    assert pictures(path) == []
+    assert PICTURE.data not in path.read_bytes()
+
+
 def test_attachments_and_drafts_of_a_damaged_database_are_recovered(store: SqliteStore, path: Path) -> None:
     conversation = store.create(model="m").id
-    store.add(conversation, "user", "q", parent=None, attachments=[A, COPY])
+    other = picture("other.png", colour="blue")
+    files = (A, PICTURE, COPY, other, PICTURE)
+    store.add(conversation, "user", "q", parent=None, attachments=files)
+    store._connection.execute("UPDATE picture SET data = x'00' WHERE digest = ?", (other.digest,))
     store.keep_draft(conversation, Draft("typed", {"[Pasted 12 lines]": "x\n" * 12}))
     store.keep_draft(0, Draft("new"))
     store.close()
@@ -69,7 +102,8 @@ def test_attachments_and_drafts_of_a_damaged_database_are_recovered(store: Sqlit
     path.write_bytes(data)
     with closing(open_store(path)) as again:
         assert "damaged" in again.notices[0]
-        assert again.shown(conversation)[0].attachments == (A, COPY)
+        # What is no longer the picture that it was is lost.
+        assert again.shown(conversation)[0].attachments == (A, PICTURE, COPY, PICTURE)
         assert again.draft(conversation) == Draft("typed", {"[Pasted 12 lines]": "x\n" * 12})
         assert again.draft(0) == Draft("new")
 

@@ -321,9 +321,9 @@ def test_a_file_that_is_kept_aside_is_not_held_open(path: Path, monkeypatch: pyt
 def test_a_later_version_is_refused_and_left_alone(path: Path) -> None:
     _filled(path)
     with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 7")
+        connection.execute(f"PRAGMA user_version = {NEXT}")
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=rf"later privatellm \(schema 7, this one knows {NEXT - 1}\)"):
+    with pytest.raises(StoreError, match=rf"later privatellm \(schema {NEXT}, this one knows {NEXT - 1}\)"):
         open_store(path)
     assert path.read_bytes() == before and not list(path.parent.glob("*damaged*"))
 

@@ -21,7 +21,8 @@ from app.plain.chat import PlainChat
 from app.plain.console import Console, ReaderGone, gather, wrapped
 from app.plain.speaking import LONGEST_WAIT, Speaker, spoken_length
 from app.settings.file import open_settings
-from engine.ipc.messages import Beam, Progress
+from engine.ipc.messages import Beam, Generate, Progress
+from tests.app.attachments.pictures import SEEING, png
 from tests.app.fake_engine import FakeEngine
 
 Run = Callable[..., list[str]]
@@ -187,6 +188,19 @@ def test_files_are_attached_named_and_kept(
     )
     first, _ = store.shown(store.conversations()[0].id)
     assert (first.content, first.attachments) == ("Explain @a.py again", (Attachment("a.py", "print(1)"),))
+
+
+def test_pictures_are_attached_unless_the_model_sees_nothing(
+    run: Run, engine: FakeEngine, store: ConversationStore, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    (home / "a.png").write_bytes(png(320, 128))
+    lines = run("What is @a.png")
+    said = "Warning: starter sees no pictures: leave a.png out, or choose a model that sees them with /model."
+    assert said in lines and "Notice: Nothing was sent." in lines and not engine.sent(Generate)
+    engine.facts = SEEING
+    assert "Attached: a.png, 320×128, 40 tokens" in run("What is @a.png")
+    assert store.shown(store.conversations()[0].id)[0].attachments[0].data == png(320, 128)
 
 
 def test_settings_are_changed_by_name(run: Run) -> None:

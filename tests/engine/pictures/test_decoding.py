@@ -269,10 +269,12 @@ def test_cut_and_changed_files_are_pictures_or_a_sentence(
     for place, new in changes:
         at = round(place * len(data))
         data[at : at + len(new)] = new
+    size = None
     try:
         size = decoder.size(bytes(data))
         picture = decoder.decode(bytes(data))
         assert (picture.width, picture.height) == (size.width, size.height)
     except ModelError as refused:
+        assert size is None, "what has a size has colours"
         assert isinstance(refused, PictureRefused) and "\n" not in str(refused)
         assert "its process ended" not in refused.reason and "something else" not in refused.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import sqlite3
@@ -24,6 +25,7 @@ from app.conversations.importing.parts import ImportedConversation, ImportedNode
 from app.conversations.importing.reading import FORMATS, read_conversations
 from app.conversations.opening import open_store
 from app.conversations.records import Generation, Role, Thoughts
+from tests.app.attachments.pictures import picture, png
 from tests.app.conversations.importing.exports import CHATGPT, CLAUDE, OPEN_WEBUI, new_log, old_log
 from tests.support.random_examples import examples
 
@@ -380,7 +382,7 @@ def test_our_own_export_comes_back_whole(
         numbers: list[int] = []
         for role, said, above, thought, seed in made:
             parent = numbers[above % len(numbers)] if numbers and above else None
-            files = [Attachment("notes.txt", said)] if seed == 1 else []
+            files = [picture("a.png"), Attachment("notes.txt", said)] if seed == 1 else []
             numbers.append(there.add(chat, role, said, parent=parent, model="m", attachments=files).id)
             there.update(
                 numbers[-1], tokens=above, tokens_per_s=above / 3, finish_reason="stop", state="stopped",
@@ -407,6 +409,27 @@ def _unnumbered(export: dict[str, Any]) -> dict[str, Any]:
     export["conversation"]["leaf"] = places[export["conversation"]["leaf"]]
     del export["conversation"]["id"]
     return export
+
+
+def exported_picture(**changes: object) -> dict[str, Any]:
+    shown = {"data": base64.b64encode(png()).decode(), "width": 64, "height": 32, **changes}
+    message = {"role": "user", "content": "a", "attachments": [{"name": "a.png", "text": "", "picture": shown}]}
+    return {"messages": [message]}
+
+
+def test_a_picture_of_an_export_comes_back(tmp_path: Path) -> None:
+    (found,) = read(tmp_path / "x.json", exported_picture())
+    assert found.messages[0].attachments == (picture("a.png", 64, 32),) and not found.messages[0].only_named
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"data": "?"}, {"data": 1}, {"data": ""}, {"data": base64.b64encode(b"a text of some length").decode()},
+     {"width": 0}, {"width": -1}, {"height": 10**9}, {"width": "64"}, {"width": True}],
+)  # fmt: skip
+def test_what_is_no_picture_of_an_export_is_left_out_and_counted(tmp_path: Path, changes: dict[str, object]) -> None:
+    (found,) = read(tmp_path / "x.json", exported_picture(**changes))
+    assert (found.messages[0].attachments, found.messages[0].only_named) == ((), 1)
 
 
 def test_a_chat_that_was_not_saved_comes_back(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from app.tui.chat import attaching
 from app.tui.chat.attaching import AttachmentLine
 from app.tui.chat.message import MessageView
 from app.tui.render.attachments import SHOWN_LINES, attached, to_be_attached
-from engine.ipc.messages import Generate, Message
+from engine.ipc.messages import Generate, Message, PictureFile
+from tests.app.attachments.pictures import SEEING, png
 from tests.app.chat_helpers import Chat, on_disk, running
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, controller, notice, ready, shown, wait_until
@@ -146,6 +147,48 @@ async def test_what_cannot_be_attached_is_said_and_the_question_stays(make_app: 
         await pilot.press("enter")
         await wait_until(pilot, lambda: engine.sent(Generate))
         assert controller(app).thread.path[0].attachments == ()
+
+
+async def test_a_pasted_picture_is_announced_with_its_tokens_and_sent(
+    make_app: MakeApp, engine: FakeEngine, folder: Path
+) -> None:
+    engine.facts = SEEING
+    (folder / "my photo.png").write_bytes(png(320, 128))
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        line, prompt = app.chat.query_one(AttachmentLine), app.chat.prompt
+        prompt.fill("what is ")
+        prompt.paste("'my photo.png'")
+        assert prompt.text == 'what is @"my photo.png" '
+        await wait_until(pilot, lambda: line.display)
+        assert str(line.visual) == "+ my photo.png 320×128 40 tokens   2,048 tokens of context are free"
+        assert controller(app).status.draft_tokens == 6 + 40
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: engine.sent(Generate) and not controller(app).busy)
+        request = engine.sent(Generate)[0]
+        assert isinstance(request, Generate)
+        assert request.messages == [Message("user", 'what is @"my photo.png" ', pictures=[PictureFile(png(320, 128))])]
+        assert "▪ my photo.png · 320×128 · " in shown(app)[0]
+
+
+async def test_a_model_that_sees_nothing_is_said_before_and_the_question_stays(
+    make_app: MakeApp, engine: FakeEngine, folder: Path
+) -> None:
+    (folder / "a.png").write_bytes(png())
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        line, prompt = app.chat.query_one(AttachmentLine), app.chat.prompt
+        prompt.fill("see @a.png")
+        await wait_until(pilot, lambda: line.display)
+        sentence = "starter sees no pictures: leave a.png out, or choose a model that sees them with /model."
+        assert f"! {sentence}" in str(line.visual) and "a.png 64×32 " in str(line.visual)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: sentence in notice(app))
+        assert prompt.text == "see @a.png" and not controller(app).thread.path and not engine.sent(Generate)
 
 
 def test_the_line_of_many_files_is_short_and_says_when_they_are_too_much() -> None:

@@ -12,6 +12,7 @@ from app.tui.application import ChatApp
 from app.tui.chat.attaching import AttachmentLine
 from app.tui.chat.completion import CompletionPopup
 from app.tui.chat.queue_view import QueueView
+from tests.app.attachments.pictures import SEEING, png
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, ask, controller, ready, wait_until
 from tests.support.kept_screens import CheckScreen
@@ -63,5 +64,27 @@ def test_files_are_offered_announced_and_folded(
         chat.prompt.fill("And with @src/*.py, @pro")
         await wait_until(pilot, lambda: chat.query_one(AttachmentLine).display)
         await wait_until(pilot, lambda: chat.query_one(CompletionPopup).display)
+
+    check_screen(make_app(), USUAL, before)
+
+
+def test_a_picture_is_announced_and_shown_by_its_name(
+    check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.facts = SEEING
+    (home / "work").mkdir()
+    (home / "work" / "harbour.png").write_bytes(png(1024, 768))
+    (home / "work" / "notes.md").write_text("text\n" * 40)
+    monkeypatch.chdir(home / "work")
+
+    async def before(pilot: Pilot[int]) -> None:
+        app = app_of(pilot)
+        await ready(pilot, app)
+        assert app.chat is not None
+        chat = app.chat
+        await ask(pilot, app, "Which ships are in @harbour.png?")
+        await wait_until(pilot, lambda: not chat.transcript.query_one(".tail").display)
+        chat.prompt.fill("And in @harbour.png by @notes.md ?")
+        await wait_until(pilot, lambda: chat.query_one(AttachmentLine).display)
 
     check_screen(make_app(), USUAL, before)
