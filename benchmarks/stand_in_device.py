@@ -384,7 +384,7 @@ class SlotExperts:
         return range(self.count)
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
-        return ExpertWeights(**{name: self._stored(part) for name, part in self._layout.matrices.items()})
+        return ExpertWeights.of({name: self._stored(part) for name, part in self._layout.matrices.items()})
 
     def _stored(self, place: SlotMatrix) -> StoredTensor:
         return StoredTensor(place.format, self._words(place), *map(self._stored, place.groups))

@@ -23,6 +23,8 @@ from engine.system.durable_files import new_file
 from engine.system.locations import ensure, locate
 from engine.system.machine import processor
 
+_BLOCK = 32
+"""Weights of a block of most packed formats."""
 _FILE_LIMIT = 1_000_000
 """Largest calibration file in bytes."""
 
@@ -38,8 +40,12 @@ def machine_key(instruction_set: str, threads: int, gpu: str | None) -> str:
 
 def shape_of(experts: Experts) -> ExpertShape:
     """The shape of a model's experts; reads no weights. Bytes are the mean, as layers may store theirs in different
-    formats."""
-    ffn, hidden = first_place(experts).matrices["gate"].shape
+    formats. Experts without a gate count as those that have as many weights in three matrices, whole blocks of them.
+    """
+    matrices = first_place(experts).matrices
+    ffn, hidden = matrices["gate"].shape
+    if "up" not in matrices:
+        ffn = 2 * ffn // 3 // _BLOCK * _BLOCK or 2 * ffn // 3
     nbytes = -(-whole_bytes(experts) // (experts.count * len(experts.layers)))
     return ExpertShape(hidden=hidden, ffn=ffn, dtype=experts.dtype, expert_bytes=nbytes)
 

@@ -196,7 +196,7 @@ _GROUPED_HERE = (
     "glm4_moe",
 )
 """Families whose trunk mlx-lm stores as transformers does."""
-_CORRECTED = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "lfm2_moe", "ernie4_5_moe")
+_CORRECTED = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "lfm2_moe", "ernie4_5_moe", "nemotron_h")
 """Families whose scores are corrected where they are compared, and divided by their sum."""
 _CHOSEN = 3
 """Experts of a token in these tiny models."""

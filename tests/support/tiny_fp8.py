@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.architectures.families import check_supported, expert_shape, match_tensor
+from engine.models.architectures.families import check_supported, expert_shape, match_tensor, renamed
 from engine.models.architectures.record import Family
 
 LARGEST = 448.0
 """Largest number of E4M3."""
-KEPT = ("lm_head", "model.embed_tokens", ".mlp.gate", "shared_expert_gate", "router")
+KEPT = ("lm_head", "model.embed_tokens", ".embeddings", ".mlp.gate", ".mixer.gate", "shared_expert_gate", "router")
 """Ends of the names of modules whose weights stay as they are."""
 
 
@@ -58,7 +58,7 @@ def write_fp8(
     Modules that ``kept`` names stay bfloat16, as norms, routers, embedding and head do. With ``files`` the tensors are
     spread over several, so that scales may lie in another than their numbers.
     """
-    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    config = renamed(json.loads((source / "config.json").read_text()))
     family = family_of(config)
     tensors = load_file(source / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}

@@ -18,7 +18,8 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import random_values
-from tests.support.tiny_gguf_metadata import DELTA_NETS, Layout, write_metadata
+from engine.models.architectures.families import renamed
+from tests.support.tiny_gguf_metadata import DELTA_NETS, NEMOTRONS, Layout, write_metadata
 
 Floats = NDArray[np.float32]
 ARCHITECTURES = {
@@ -70,6 +71,8 @@ ARCHITECTURES = {
     "solar_open": "glm4moe",
     "hy_v3": "hy_v3",
     "granitemoeshared": "granitemoe",
+    "nemotron_h": "nemotron_h_moe",
+    "nemotron_h_dense": "nemotron_h",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -79,7 +82,7 @@ READ_AS = {"gemma4_unified_text": "gemma4_text", "solar_open": "glm4_moe"}
 PRE = {"glm4_moe_lite": "glm4", "glm4_moe": "glm4"}
 """The rule by which texts are split, for families that are told apart by it."""
 
-MAMBAS = ("granitehybrid",)
+MAMBAS = ("granitehybrid", *NEMOTRONS)
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -162,6 +165,7 @@ BY_GGUF = (
     "cohere2",
     "llama4",
     "granitehybrid",
+    *NEMOTRONS,
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
@@ -172,7 +176,9 @@ _UNKNOWN_TO_GGUF = {
     "dt_bias": "ssm_dt.bias",
 }
 """Names that the converter makes by itself, by the end of the name of a layer's tensor."""
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(
+    r"(?:model|backbone)\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(\d+)\.(\w+)\.weight"
+)
 _SHORT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
@@ -259,7 +265,7 @@ def restored(name: str, values: Floats, config: dict[str, Any], architecture: st
     """Undoes :func:`stored`."""
     if architecture == "gemma3" and name.endswith("norm.weight"):
         return values - np.float32(1)
-    if architecture in MAMBAS and name.endswith(("A_log", ".D", "mamba.norm.weight")):
+    if architecture in MAMBAS and name.endswith(("A_log", ".D", "mamba.norm.weight", "mixer.norm.weight")):
         return np.log(-values).reshape(-1) if name.endswith("A_log") else values.reshape(-1)
     if architecture in DELTA_NETS:
         values = delta_net_restored(name, values, config, architecture)
@@ -270,8 +276,8 @@ def mamba_stored(name: str, values: Floats, config: dict[str, Any]) -> Floats:
     """As llama.cpp stores Mamba-2 layers: decays as they are used, vectors with a further dimension."""
     if name.endswith("A_log"):
         return -np.exp(values)[:, None]
-    if name.endswith("mamba.norm.weight"):
-        return values.reshape(config["mamba_n_groups"], -1)
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return values.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
     return values[:, None] if name.endswith(".D") else values
 
 
@@ -336,7 +342,7 @@ def write_tiny_gguf(
     many each tensor has, the outermost of one; 0: none of these (None: as llama.cpp's converter has it). ``truth``: a
     copy of ``source`` is written there whose weights are what the packed ones stand for.
     """
-    config = json.loads((source / "config.json").read_text())
+    config = renamed(json.loads((source / "config.json").read_text()))
     pack = _Packing(quantised if callable(quantised) else (lambda name: quantised))
     paired = architecture in ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -585,19 +591,21 @@ def _add_experts(
 ) -> None:
     for layer in sorted({layer for layer, _ in experts}):
         packed: dict[str, list[tuple[NDArray[Any], GGMLQuantizationType]]] = {}
-        for short in ("gate", "up", "down"):
+        # Files with a tensor for each expert are older than experts without gates.
+        separate = layout == "separate" and (layer, "gate") in experts
+        for short in (each for each in ("gate", "up", "down") if (layer, each) in experts):
             for expert, (name, values) in sorted(experts[layer, short].items()):
                 known = f"blk.{layer}.ffn_{short}.{expert}.weight"
-                asked = known if layout == "separate" else f"blk.{layer}.ffn_{short}_exps.weight"
+                asked = known if separate else f"blk.{layer}.ffn_{short}_exps.weight"
                 words, kind, true[name] = pack(asked, values)
                 packed.setdefault(short, []).append((words, kind))
-                if layout == "separate":
+                if separate:
                     written.append((known, words, kind))
-        if layout == "separate":
+        if separate:
             continue
         stacks = {short: np.stack([words for words, _ in found]) for short, found in packed.items()}
         kinds = {short: found[0][1] for short, found in packed.items()}
-        if layout == "fused":
+        if layout == "fused" and "gate" in stacks:
             stacks["gate_up"] = np.concatenate([stacks.pop("gate"), stacks.pop("up")], axis=1)
             kinds["gate_up"] = kinds["gate"]
         for short, words in stacks.items():
@@ -690,6 +698,12 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes |= {"num_experts": 4, "moe_intermediate_size": 256}
     if family == "gemma4_e2b":
         sizes["hidden_size_per_layer_input"] = 256
+    if family.startswith("nemotron_h"):
+        sizes |= {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 32}
+    if family == "nemotron_h":  # whose files have networks or experts
+        sizes["layer_types"] = ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
+        sizes |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 256}
+        sizes |= {"moe_intermediate_size": 256, "intermediate_size": 256}
     if family in ("qwen3_5_moe_text", "qwen3_next"):
         sizes |= {"num_experts": 4, "moe_intermediate_size": 256}
     return sizes

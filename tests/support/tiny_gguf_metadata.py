@@ -6,11 +6,15 @@ from typing import Any, Literal
 
 from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 
+from engine.models.architectures.families import FAMILIES
+
 Layout = Literal["stacked", "fused", "separate"]
 """How the experts of a layer are stored: one tensor for each matrix, gate and up in one tensor, one for each expert."""
 
 DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 """Architectures whose layers are mostly gated delta-nets."""
+NEMOTRONS = ("nemotron_h_moe", "nemotron_h")
+"""Architectures whose layers have one part each; the second has no experts."""
 
 TOKENS = [chr(code) for code in range(33, 127)] + [f"{a}{b}" for a in "abcdefgh" for b in "aeiou"] + ["Ġ", "Ċ"]
 
@@ -33,7 +37,10 @@ def write_metadata(
     writer.add_embedding_length(config["hidden_size"])
     width = config.get("intermediate_size_mlp", config["intermediate_size"])
     shared = config.get("num_kv_shared_layers") or 0
-    if config.get("use_double_wide_mlp"):
+    if architecture in NEMOTRONS:
+        width = config["moe_intermediate_size"] if architecture == "nemotron_h_moe" else width
+        writer.add_feed_forward_length([width if kind in ("moe", "mlp") else 0 for kind in config["layer_types"]])
+    elif config.get("use_double_wide_mlp"):
         writer.add_feed_forward_length([width] * (config["num_hidden_layers"] - shared) + [2 * width] * shared)
     else:
         if config.get("block_auto_adjust_ff_dim"):
@@ -45,7 +52,7 @@ def write_metadata(
     heads = 1 if split else config["num_key_value_heads"]
     if architecture in ("lfm2", "lfm2moe"):
         _write_convolutions(writer, config)
-    elif architecture == "granitehybrid":
+    elif architecture in ("granitehybrid", *NEMOTRONS):
         _write_mamba(writer, config)
     elif architecture == "gemma4":
         _write_two_kinds(writer, config)
@@ -54,8 +61,9 @@ def write_metadata(
     if "layer_norm_eps" in config:
         writer.add_layer_norm_eps(config["layer_norm_eps"])
     else:
-        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
-    rope = config["rope_parameters"]
+        norms = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+        writer.add_layer_norm_rms_eps(next(config[name] for name in norms if config.get(name)))
+    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10_000.0}
     base = rope.get("full_attention", rope)["rope_theta"]
     if "alpha" in rope:
         base *= rope["alpha"] ** (config["head_dim"] / (config["head_dim"] - 2))
@@ -69,11 +77,12 @@ def write_metadata(
         used
         and config.get("enable_moe_block", True)
         and config.get("num_local_experts") != 0
+        and architecture != "nemotron_h"
         and "expert_count" not in extra
     ):
         writer.add_expert_count(next(config[key] for key in COUNTS if config.get(key)))
         writer.add_expert_used_count(used)
-    if config.get("moe_intermediate_size"):
+    if config.get("moe_intermediate_size") and architecture != "nemotron_h":
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if architecture == "minimax-m2":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -97,6 +106,8 @@ def write_metadata(
     if architecture == "exaone-moe":
         shared = config["num_shared_experts"] * config["moe_intermediate_size"]
         writer.add_expert_shared_feed_forward_length(shared)
+    if architecture == "nemotron_h_moe":
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
     if architecture == "granitemoe" and config.get("shared_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     if architecture == "hy_v3":
@@ -104,7 +115,7 @@ def write_metadata(
         writer.add_expert_weights_scale(config["router_scaling_factor"])
         writer.add_expert_weights_norm(True)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    elif config.get("n_shared_experts") or config.get("num_shared_experts"):
+    elif architecture != "nemotron_h" and (config.get("n_shared_experts") or config.get("num_shared_experts")):
         _write_shared(writer, config)
     if architecture in ("glm4moe", "glm4", "minimax-m2"):
         writer.add_rope_dimension_count(
@@ -208,13 +219,17 @@ def _write_convolutions(writer: GGUFWriter, config: dict[str, Any]) -> None:
 def _write_mamba(writer: GGUFWriter, config: dict[str, Any]) -> None:
     heads, attention = config["num_key_value_heads"], "full_attention"
     writer.add_head_count_kv([heads if kind == attention else 0 for kind in config["layer_types"]])
-    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
-    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
-    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-    writer.add_ssm_state_size(config["mamba_d_state"])
-    writer.add_ssm_group_count(config["mamba_n_groups"])
-    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
-    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    if "shared_intermediate_size" in config:
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    sizes = FAMILIES[config["model_type"]].decoder.mamba
+    assert sizes is not None
+    mamba = sizes(config)
+    writer.add_ssm_conv_kernel(mamba.taps)
+    writer.add_ssm_state_size(mamba.states)
+    writer.add_ssm_group_count(mamba.groups)
+    writer.add_ssm_inner_size(mamba.values)
+    writer.add_ssm_time_step_rank(mamba.heads)
 
 
 def _write_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -226,6 +241,8 @@ def _write_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
     if config["model_type"] != "deepseek_v2":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if config["model_type"] == "nemotron_h":
+        return
     dense = config.get("first_k_dense_replace")
     writer.add_leading_dense_block_count(config.get("mlp_layer_types", []).count("dense") if dense is None else dense)
 

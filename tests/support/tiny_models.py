@@ -43,11 +43,13 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "hy_v3",
     "flex_olmo",
     "granitemoeshared",
+    "nemotron_h",
 )
 _KINDS_OF_FAMILIES = {
     "gemma4_dense": "gemma4_text",
     "gemma4_e2b": "gemma4_text",
     "granitemoehybrid_dense": "granitemoehybrid",
+    "nemotron_h_dense": "nemotron_h",
 }
 """Further tiny models of families that have several kinds of them."""
 TINY_DENSE_FAMILIES: tuple[str, ...] = (
@@ -55,6 +57,7 @@ TINY_DENSE_FAMILIES: tuple[str, ...] = (
     *("gemma4_dense", "gemma4_e2b", "gemma4_unified_text", "gemma3_text", "ministral3"),
     *("phi3", "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere", "cohere2"),
     *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4", "granitemoehybrid_dense"),
+    "nemotron_h_dense",
 )
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
 
@@ -145,6 +148,15 @@ _GRANITE_HYBRID: dict[str, Any] = {
     "position_embedding_type": "nope",
 }
 """Mamba-2 layers, the second with attention."""
+_NEMOTRON_H: dict[str, Any] = {
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 20,
+    "n_groups": 2,
+    "chunk_size": 8,
+}
+"""Layers of one part each."""
 
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -375,6 +387,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {**_GRANITE_HYBRID, "num_local_experts": 8, "num_experts_per_tok": 3},
     "granitemoehybrid_dense": {**_GRANITE_HYBRID, "num_local_experts": 0, "tie_word_embeddings": True},
+    "nemotron_h": {
+        **_NEMOTRON_H,
+        "layer_types": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 56,
+        "routed_scaling_factor": 1.5,
+        "n_group": 2,
+    },
+    "nemotron_h_dense": {
+        **_NEMOTRON_H,
+        "layer_types": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+    },
     "lfm2": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],

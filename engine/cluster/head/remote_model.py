@@ -208,8 +208,6 @@ class RemoteRows(TokenRows):
 
 STOP_S = 1.0
 """Timeout in seconds for the call that stops a pass."""
-_MATRICES = 3
-"""Number of an expert's matrices, each with hidden size times inner size values."""
 
 
 def load_remote(
@@ -272,6 +270,6 @@ def _facts(ring: Ring, machine: Candidate, ready: Forming, name: str, sizes: Mod
         expert_bytes=0,
         key_value_bytes_per_token=0,
         parameters=(sizes.trunk_bytes // sizes.width if sizes.trunk_numbers is None else sizes.trunk_numbers.total)
-        + sizes.experts * sizes.moe_layers * _MATRICES * sizes.hidden * sizes.ffn,
+        + sizes.expert_weights,
         trunk=executor,
     )

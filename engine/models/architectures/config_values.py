@@ -104,7 +104,8 @@ _RULES: dict[str, _Rule] = {
         "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
-        "conv_L_cache rotary_dim global_head_dim num_global_key_value_heads top_k_experts "
+        "conv_L_cache rotary_dim mamba_num_heads mamba_head_dim ssm_state_size conv_kernel n_groups "
+        "moe_shared_expert_intermediate_size moe_latent_size global_head_dim num_global_key_value_heads top_k_experts "
         "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
     ),
     **_rules(_each_layer(whole(1)), "moe_intermediate_size moe_topk"),
@@ -123,28 +124,28 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         positive,
         "rms_norm_eps norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
-        "final_logit_softcapping alpha logit_scale layer_norm_eps",
+        "final_logit_softcapping alpha logit_scale layer_norm_eps layer_norm_epsilon",
     ),
     "partial_rotary_factor": _share,
     "rope_theta": _base,
-    **_rules(_text, "model_type type topk_method scoring_func"),
+    **_rules(_text, "model_type type topk_method scoring_func hybrid_override_pattern"),
     **_rules(
         _one_of(
             "gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish "
             "laplace leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh "
             "xielu"
         ),
-        "hidden_act hidden_activation",
+        "hidden_act hidden_activation mlp_hidden_act mamba_hidden_act",
     ),
     "rope_type": _one_of("default dynamic linear llama3 longrope mrope proportional su yarn"),
     **_rules(
         _flag,
         "tie_word_embeddings attention_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window rope_interleave "
         "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding attention_k_eq_v mamba_conv_bias "
-        "mamba_proj_bias enable_moe_block use_double_wide_mlp truncate",
+        "mamba_proj_bias use_conv_bias use_bias enable_moe_block use_double_wide_mlp truncate",
     ),
     **_rules(_table, "per_layer_config rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn"),
-    **_rules(_list_of(_text, "names"), "layer_types mlp_layer_types architectures"),
+    **_rules(_list_of(_text, "names"), "layer_types layers_block_type mlp_layer_types architectures"),
     **_rules(_list_of(_number, "numbers"), "long_factor short_factor"),
     **_rules(_list_of(whole(0), "layers"), "mlp_only_layers moe_layers no_rope_layers"),
     **_rules(_tokens, "bos_token_id eos_token_id pad_token_id"),

@@ -218,8 +218,9 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | No
     if per_token > count:
         raise damaged(f"config.json sends every token to {per_token} experts, but there are {count}")
     _check_groups(section, count, per_token)
+    latent = family.moe.latent_key
     return ExpertLayers(
-        hidden=whole_number(section, "hidden_size", "d_model"),
+        hidden=whole_number(section, *([latent] if latent else ()), "hidden_size", "d_model"),
         ffn=whole_number(section, family.moe.ffn_key),
         count=count,
         layers=tuple(moe_layers),
@@ -297,8 +298,9 @@ def unused_tensors(config: Mapping[str, Any], family: Family) -> tuple[str, ...]
 def prepared_layout(family: Family, has_bias: bool) -> Layout:
     """The layout in which prepared folders hold the experts of ``family``: every tensor has those of a whole layer,
     ``gate`` and ``up`` are one, and no matrix is transposed or interleaved."""
+    first = ("gate",) if family.activation == "squared" else ("gate", "up")
     for layout in family.layouts:
-        fused = layout[0].parts == ("gate", "up") and all(tensor.stacking == "stacked" for tensor in layout)
+        fused = layout[0].parts == first and all(tensor.stacking == "stacked" for tensor in layout)
         if fused and not any(tensor.strided for tensor in layout) and (len(layout) > 2) == has_bias:
             return layout
     raise damaged(f"The experts of a {family.model_type} model have parts that its family has not")

@@ -18,7 +18,8 @@ from engine.models.formats.gguf_file import GgufFile, GgufTensor
 _BY_NAME: dict[str, list[tuple[Family, GgufRecord]]] = {}
 for _family in FAMILIES.values():
     if _family.gguf is not None:
-        _BY_NAME.setdefault(_family.gguf.name, []).append((_family, _family.gguf))
+        for _name in (_family.gguf.name, *_family.gguf.also):
+            _BY_NAME.setdefault(_name, []).append((_family, _family.gguf))
 
 ARCHITECTURES: tuple[str, ...] = tuple(_BY_NAME)
 """Names of the architectures that run, as files say them."""

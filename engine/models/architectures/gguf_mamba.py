@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from engine.errors import ModelError, shown
+from engine.errors import ModelError
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.architectures.record import Config, MambaSizes, MixerTensors
 from engine.models.formats.gguf_file import GgufFile
@@ -29,17 +29,6 @@ def sizes(metadata: Metadata) -> MambaSizes:
     states, taps = metadata.number("ssm.state_size"), metadata.number("ssm.conv_kernel")
     biased = any(name.endswith(_BIAS) for name in metadata.file.tensors)
     return MambaSizes(heads, values // heads, groups, states, taps, biased)
-
-
-def heads_of_layers(metadata: Metadata) -> list[int]:
-    """The heads of keys of each layer, 0 for one without attention. Raises ModelError if they are no such list."""
-    layers, heads = metadata.number("block_count"), metadata.get("attention.head_count_kv")
-    if not isinstance(heads, list) or len(heads) < layers or not all(type(count) is int for count in heads):
-        raise ModelError(
-            f"The GGUF gives {shown(heads)} for the heads of keys, which must be a number for each of {layers} layers; "
-            "download it again."
-        )
-    return heads[:layers]
 
 
 def tensors(sizes_of: Callable[[Config], MambaSizes]) -> MixerTensors:

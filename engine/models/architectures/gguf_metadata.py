@@ -77,6 +77,16 @@ class Metadata:
             raise self._impossible(key, value, wanted)
         return int(value)
 
+    def each_layer(self, key: str) -> list[int]:
+        """A number for each layer. Raises ModelError if there is no such list."""
+        layers, numbers = self.number("block_count"), self.get(key)
+        if not isinstance(numbers, list) or len(numbers) < layers or not all(type(count) is int for count in numbers):
+            raise ModelError(
+                f"The GGUF gives {shown(numbers)} for {key}, which must be a number for each of {layers} layers; "
+                "download it again."
+            )
+        return numbers[:layers]
+
     def head_width(self) -> int:
         """Numbers of a head. Raises ModelError if the file says something impossible of heads."""
         hidden = self.number("embedding_length")

@@ -17,6 +17,7 @@ from engine.models.architectures.families import (
 )
 from engine.models.architectures.gguf_architectures import tensor_of
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
+from engine.models.architectures.layer_rules import NETWORKS
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MoeRecord, renamed, switched
 from engine.models.formats.gguf_file import GgufFile, GgufTensor, UnreadableFormat
 from engine.models.formats.number_formats import GGML_TYPES, stored_bytes
@@ -121,17 +122,19 @@ def _usually_named(
         if decoder.norms != "after":
             yield NamedTensor.whole(here + "attn_norm.weight", target + "input_layernorm.weight", (hidden,))
         mixed = not record.mixed_layers or config["layer_types"][layer] == record.mixed_layers
+        alone = decoder.norms == "single" and config["layer_types"][layer] in NETWORKS
         if record.mixer is not None and mixed:
             yield from record.mixer(gguf, config, here, target)
-        else:
+        elif not alone:
             yield from _attention(gguf, decoder, config, layer)
         for source, name in _norms(gguf, decoder, here):
             yield NamedTensor.whole(f"{here}{source}.weight", f"{target}{name}.weight", (hidden,))
         if family.moe is not None and routed is not None and layer in layers_with_experts:
-            yield from _experts(gguf, decoder, family.moe, routed, config, here, target)
-        if layer not in layers_with_experts or (family.moe is not None and family.moe.shared == "network"):
+            yield from _experts(gguf, family, family.moe, routed, config, here, target)
+        dense = layer not in layers_with_experts and (decoder.norms != "single" or alone)
+        if dense or (family.moe is not None and family.moe.shared == "network"):
             ffn = decoder.ffn(config, layer)
-            yield from _feed_forward(gguf, decoder, here + "ffn_{}.weight", target + "mlp.", ffn, hidden)
+            yield from _feed_forward(gguf, family, here + "ffn_{}.weight", target + "mlp.", ffn, hidden)
         if own_input:
             for source, name, shape in (
                 ("inp_gate", "per_layer_input_gate", (own_input, hidden)),
@@ -162,7 +165,7 @@ def _norms(gguf: GgufFile, decoder: DecoderRecord, here: str) -> Iterator[tuple[
         newer = here + "post_attention_norm.weight" in gguf.tensors
         yield "post_attention_norm" if newer else "ffn_norm", "post_attention_layernorm"
         return
-    if decoder.norms == "beside":
+    if decoder.norms in ("beside", "single"):
         return
     yield "post_attention_norm", "post_attention_layernorm"
     yield "post_ffw_norm", "post_feedforward_layernorm"
@@ -201,11 +204,12 @@ def _attention(gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any]
 
 
 def _feed_forward(
-    gguf: GgufFile, decoder: DecoderRecord, source: str, prefix: str, ffn: int, hidden: int
+    gguf: GgufFile, family: Family, source: str, prefix: str, ffn: int, hidden: int
 ) -> Iterator[NamedTensor]:
     """A network that all tokens pass. Two matrices that are one in the checkpoint may be apart in the file."""
+    decoder = family.decoder
     merged = decoder.merged_ffn and source.format("gate") not in gguf.tensors
-    for short in ("up",) if merged else ("gate", "up"):
+    for short in ("up",) if merged or family.activation == "squared" else ("gate", "up"):
         name = f"gate_up_proj.{short}" if decoder.merged_ffn else f"{short}_proj"
         name, rows = ("gate_up_proj", 2 * ffn) if merged else (name, ffn)
         yield NamedTensor.whole(source.format(short), f"{prefix}{name}.weight", (rows, hidden))
@@ -214,7 +218,7 @@ def _feed_forward(
 
 def _experts(
     gguf: GgufFile,
-    decoder: DecoderRecord,
+    family: Family,
     moe: MoeRecord,
     routed: ExpertLayers,
     config: Mapping[str, Any],
@@ -241,6 +245,8 @@ def _experts(
         ):
             yield NamedTensor.whole(f"{here}{source}.weight", f"{target}{name}.weight", (hidden,))
     shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
+    if family.activation == "squared":
+        del shapes["gate"]
     if here + "ffn_gate.0.weight" in gguf.tensors:  # files of before 2024 have one tensor for each expert
         for expert in range(count):
             for short, shape in shapes.items():
@@ -260,10 +266,10 @@ def _experts(
             yield NamedTensor.whole(here + name, target + name, (count, rows))
     if moe.shared == "plain" and shared_width(config, moe):
         prefix = target + "mlp.shared_experts."
-        yield from _feed_forward(gguf, decoder, here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)
+        yield from _feed_forward(gguf, family, here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)
     if moe.shared == "gated":
         yield NamedTensor.whole(
             here + "ffn_gate_inp_shexp.weight", target + "mlp.shared_expert_gate.weight", (1, hidden)
         )
         prefix = target + "mlp.shared_expert."
-        yield from _feed_forward(gguf, decoder, here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)
+        yield from _feed_forward(gguf, family, here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)

@@ -56,6 +56,8 @@ def layer_list(config: Config, key: str) -> list[int] | None:
 
 KINDS = ("sliding_attention", "full_attention")
 """Kinds of layers with attention."""
+NETWORKS = ("mlp", "moe")
+"""Kinds of layers that are a feed-forward network, or experts, alone (nemotron_h)."""
 
 
 def full_at_intervals(config: Config, layer: int) -> str:

@@ -1,4 +1,4 @@
-"""What checkpoints of mlx-lm have otherwise than transformers' besides the experts: names, axes, and norms.
+"""What checkpoints, above all those of mlx-lm, have otherwise than transformers: names, axes, norms.
 
 Here their tensors get transformers' names and shapes, and those of GGUF files where transformers has no equal.
 """
@@ -27,7 +27,7 @@ one to the weight."""
 
 def as_transformers(headers: Headers, config: Mapping[str, Any]) -> tuple[Headers, dict[str, Change]]:
     """``headers`` as transformers names and shapes the tensors, and by name the changes that turn stored values into
-    its own (norms minus one). Nothing differs for a checkpoint that mlx-lm did not write."""
+    its own (norms minus one). Little differs for a checkpoint that mlx-lm did not write."""
     family = FAMILIES.get(str(config.get("model_type")))
     renamed: Headers = {}
     turned = False
@@ -54,6 +54,8 @@ def is_offset_norm(name: str) -> bool:
 
 
 def _renamed(name: str, family: Family | None) -> str:
+    if family is not None and family.stored_prefix and name.startswith(family.stored_prefix):
+        name = "model." + name.removeprefix(family.stored_prefix)
     for part, instead in () if family is None or family.mlx is None else family.mlx.stored_names:
         if part in name:
             return name.replace(part, instead)

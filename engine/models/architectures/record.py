@@ -25,8 +25,10 @@ PARTS: tuple[Part, ...] = get_args(Part)
 Stacking = Literal["separate", "stacked", "rows"]
 """``separate``: one tensor per expert. ``stacked``: [experts, ...]. ``rows``: [experts * rows, columns]."""
 
-ActivationKind = Literal["gated", "clamped"]
-"""``gated``: act(gate) * up with the configuration's act. ``clamped``: gpt-oss's, with limits, (up + 1) * glu(gate)."""
+ActivationKind = Literal["gated", "clamped", "squared"]
+"""``gated``: act(gate) * up with the configuration's act. ``clamped``: gpt-oss's, with limits, (up + 1) * glu(gate).
+``squared``: networks and experts have no gate, and the square of relu(up) (nemotron_h). Their first matrix is called
+``gate``, and stands for both."""
 Scoring = Literal["softmax", "sigmoid"]
 """What a router makes of the experts' logits."""
 SharedExpert = Literal["none", "gated", "plain", "network"]
@@ -114,6 +116,8 @@ class MoeRecord:
     """Setting of how many experts a token goes to."""
     ffn_key: str = "intermediate_size"
     """Setting of the inner size of an expert."""
+    latent_key: str = ""
+    """Setting of the size to which what experts read is projected, null without; empty: none (nemotron_h)."""
     published_mxfp4: bool = False
     """Whether its authors publish the experts in MXFP4."""
 
@@ -128,9 +132,10 @@ Mixer = Literal["none", "delta-net", "mamba", "convolution", "lightning"]
 (granitemoehybrid); a short convolution (lfm2_moe); attention that keeps one matrix of state (minimax)."""
 
 
-Norms = Literal["before", "around", "after", "beside"]
+Norms = Literal["before", "around", "after", "beside", "single"]
 """Places of the norms of attention and of the feed-forward network: before them; before and after (gemma4); after
-(olmo2); one before both, which run beside each other (cohere2).
+(olmo2); one before both, which run beside each other (cohere2); one before the only part of the layer, as its kind says
+(nemotron_h).
 
 The norms after are ``post_attention_layernorm`` and ``post_feedforward_layernorm``; then the one before the network is
 ``pre_feedforward_layernorm``."""
@@ -317,6 +322,8 @@ class GgufRecord:
     """``general.architecture``."""
     class_name: str
     """transformers' class of the model."""
+    also: tuple[str, ...] = ()
+    """Other names of it."""
     when: Callable[[Metadata], bool] | None = None
     """Whether a file of this ``name`` is of this family; None: any that no other family claims."""
     settings: Settings = lambda metadata: {}
@@ -398,6 +405,8 @@ class Family:
     renamed: Callable[[Config], Config] = lambda config: {}
     """Settings of older files as transformers names them now, from ``config.json``."""
     layers_prefix: str = "model.layers."
+    stored_prefix: str = ""
+    """Beginning of the names of tensors in checkpoints where transformers has ``model.``; empty: that."""
     decoder: DecoderRecord = DecoderRecord()
     moe: MoeRecord | None = None
     """None for a dense family."""

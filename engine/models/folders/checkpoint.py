@@ -322,7 +322,7 @@ class PlainExperts:
             # Both form one matrix only if they are views of the file rather than copies.
             if name != "gate_up" or stored.words.ctypes.data == place.spans[matrix.span].address + matrix.offset:
                 parts[name] = stored
-        return ExpertWeights(**parts)
+        return ExpertWeights.of(parts)
 
     def _stored(self, place: ExpertPlace, matrix: MatrixPlace) -> StoredTensor:
         span = place.spans[matrix.span]

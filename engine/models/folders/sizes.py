@@ -20,6 +20,7 @@ from engine.models.architectures.families import (
     layer_kinds,
     stated_experts_per_token,
 )
+from engine.models.architectures.layer_rules import NETWORKS
 from engine.models.folders.weight_layout import WeightLayout
 from engine.models.formats.gguf_names import tag_of
 from engine.models.formats.model_files import ModelFiles, whole_bytes, whole_weights
@@ -30,8 +31,8 @@ _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate", "shared_mlp"))
 """Parts of the names of shared experts, which a ring computes during the exchange."""
-WITHOUT_KEYS = frozenset(("linear_attention", "conv"))
-"""Types of layers that keep a state of fixed size instead of keys and values."""
+WITHOUT_KEYS = frozenset(("linear_attention", "conv", *NETWORKS))
+"""Types of layers that keep no keys and values, and perhaps a state of fixed size."""
 _WINDOWED = frozenset(("sliding_attention", "chunked_attention"))
 """Types of layers that see a window, or a chunk."""
 _TAKEN_APART_IN_MLX = ".kv_b_proj.weight"
@@ -331,7 +332,7 @@ class _TrunkCount:
     def add(self, name: str, count: int) -> None:
         self._total += count
         self._has_head = self._has_head or name.endswith("lm_head.weight")
-        if name.rpartition(".")[0].endswith(("embed_tokens", "wte")):
+        if name.rpartition(".")[0].endswith(("embed_tokens", "wte", "model.embeddings")):
             self._embedding += count
         elif name.rpartition(".")[0].endswith("embed_tokens_per_layer"):
             self._read_by_row += count

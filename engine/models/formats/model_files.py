@@ -102,7 +102,8 @@ class ExpertWeights:
 
     ``y = down @ (activation(gate @ x + gate_bias) * (up @ x + up_bias)) + down_bias``. The family defines
     ``activation`` and the product exactly (gpt-oss clamps). ``gate_up`` is a view of gate and up together
-    [2*ffn, hidden], or None if they are not one matrix in the file.
+    [2*ffn, hidden], or None if they are not one matrix in the file. Of an expert without a gate ``up`` is ``gate``, its
+    only matrix before ``down``.
     """
 
     gate: StoredTensor
@@ -113,10 +114,16 @@ class ExpertWeights:
     up_bias: StoredTensor | None = None
     down_bias: StoredTensor | None = None
 
+    @classmethod
+    def of(cls, parts: Mapping[str, StoredTensor]) -> ExpertWeights:
+        """The expert with ``parts`` by name, of which one without a gate has no ``up``."""
+        return cls(**({"up": parts["gate"]} | dict(parts)))
+
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """Gate, up and down, and the biases that there are."""
-        parts = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
+        """Gate, up and down, and the biases that there are, each once."""
+        up = None if self.up is self.gate else self.up
+        parts = (self.gate, up, self.down, self.gate_bias, self.up_bias, self.down_bias)
         return tuple(part for part in parts if part is not None)
 
 

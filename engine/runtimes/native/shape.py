@@ -1,8 +1,8 @@
 """The shape of a model that the native trunk runs, read with ``config.json`` and the record of its family.
 
 Every family is the same decoder: RMS norm, a mixer of positions, residual, RMS norm, gated feed-forward or routed
-experts, residual; some have norms elsewhere. The mixer is rotary grouped-query attention, attention over latents, a
-gated delta-net, a Mamba-2 layer or a short convolution.
+experts, residual; some have norms elsewhere, some only one of the two parts in a layer. The mixer is rotary
+grouped-query attention, attention over latents, a gated delta-net, a Mamba-2 layer or a short convolution.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.models.architectures.families import (
     shared_width,
     stated_experts_per_token,
 )
-from engine.models.architectures.layer_rules import check_kinds
+from engine.models.architectures.layer_rules import NETWORKS, check_kinds
 from engine.models.architectures.record import (
     DecoderRecord,
     Family,
@@ -45,7 +45,7 @@ from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
 from engine.runtimes.native.bindings import MOST_TAPS
 
-ACTIVATIONS: Mapping[str, str] = {
+ACTIVATIONS: dict[str, str] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -54,6 +54,8 @@ ACTIVATIONS: Mapping[str, str] = {
     "relu": "relu",
 }
 """The kernels' activations by transformers' names."""
+WITHOUT_GATE: dict[str, str] = {"relu2": "relu"}
+"""The same for networks without a gate, where they multiply what they are given."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,8 @@ class Shape:
     """The kind of each layer's heads."""
     keys_of: tuple[int, ...]
     """For each layer the one whose keys and values it attends to."""
+    networks: tuple[int, ...]
+    """Layers that are a feed-forward network, or experts, alone."""
     ffns: tuple[int, ...]
     """Width of each layer's dense network, also of one beside experts; 0: none. The experts' width follows from their
     matrices."""
@@ -176,6 +180,8 @@ class Shape:
     context: int
     epsilon: float
     gate: Gate
+    has_gates: bool
+    """Whether networks and experts have gates, or their first matrix stands for both."""
     windows: tuple[int, ...]
     chunked: bool
     """Whether a layer with a window sees the tokens from the last multiple of its size on."""
@@ -230,6 +236,7 @@ class Shape:
     def attention_layers(self) -> tuple[int, ...]:
         """Layers with attention."""
         others = {layer for kind in (self.delta, self.convolution) if kind is not None for layer in kind.layers}
+        others.update(self.networks)
         return tuple(layer for layer in range(self.layers) if layer not in others)
 
     @property
@@ -275,7 +282,9 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
     shared_ffn = 0 if moe is None or shared == "none" else shared_width(config, moe)
     if shared == "plain" and not shared_ffn:
         shared = "none"
-    dense = frozenset(range(layers)) if shared == "network" else frozenset(range(layers)).difference(moe_layers)
+    networks = _networks(config, decoder, layers)
+    dense = frozenset(range(layers)) if decoder.norms != "single" else frozenset(networks)
+    dense = dense if shared == "network" else dense.difference(moe_layers)
 
     return Shape(
         family=family.model_type,
@@ -285,11 +294,13 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         kinds=kinds,
         kind_of=kind_of,
         keys_of=tuple(decoder.keys_of(config, layers)),
+        networks=networks,
         ffns=tuple(decoder.ffn(config, layer) if layer in dense else 0 for layer in range(layers)),
         vocabulary=whole_number(config, "vocab_size"),
         context=whole_number(config, "max_position_embeddings"),
         epsilon=positive_number(config, decoder.epsilon_setting, 1e-6),
         gate=read_gate(config),
+        has_gates=family.activation != "squared",
         windows=tuple(decoder.windows(config, layers)),
         chunked=decoder.chunked,
         moe_layers=moe_layers,
@@ -376,10 +387,15 @@ def _read_latent(config: Mapping[str, Any], decoder: DecoderRecord) -> LatentSha
     )
 
 
-def _layers_of_kind(config: Mapping[str, Any], layers: int, kind: str) -> tuple[int, ...]:
-    """The layers of the ``kind`` that the family has beside attention."""
-    kinds = check_kinds(layer_kinds(config), layers, ("full_attention", kind))
+def _layers_of_kind(config: Mapping[str, Any], layers: int, kind: str, others: tuple[str, ...] = ()) -> tuple[int, ...]:
+    """The layers of the ``kind`` that the family has beside attention and ``others``."""
+    kinds = check_kinds(layer_kinds(config), layers, ("full_attention", kind, *others))
     return tuple(layer for layer, each in enumerate(kinds) if each == kind)
+
+
+def _networks(config: Mapping[str, Any], decoder: DecoderRecord, layers: int) -> tuple[int, ...]:
+    kinds = layer_kinds(config) if decoder.norms == "single" else ()
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in NETWORKS)
 
 
 def _read_convolution(config: Mapping[str, Any], layers: int) -> ConvolutionShape:
@@ -469,7 +485,7 @@ def _rotated(rope: Mapping[str, Any], decoder: DecoderRecord, width: int) -> int
 
 
 def _read_delta(config: Mapping[str, Any], decoder: DecoderRecord, layers: int) -> DeltaShape:
-    kinds = _layers_of_kind(config, layers, "linear_attention")
+    kinds = _layers_of_kind(config, layers, "linear_attention", NETWORKS if decoder.norms == "single" else ())
     if decoder.mamba is not None:
         sizes = decoder.mamba(config)
         if sizes.heads % sizes.groups:
@@ -513,11 +529,16 @@ def read_gate(config: Mapping[str, Any]) -> Gate:
         return Gate(
             "clamped", positive_number(config, "swiglu_alpha", 1.702), positive_number(config, "swiglu_limit", 7.0)
         )
-    return Gate(ACTIVATIONS[_activation(config)])
+    return Gate(_kernels(FAMILIES[config["model_type"]])[_activation(config)])
 
 
 def _is_clamped(family: Family) -> bool:
     return family.activation == "clamped"
+
+
+def _kernels(family: Family) -> Mapping[str, str]:
+    """The kernels' activations by transformers' names."""
+    return WITHOUT_GATE if family.activation == "squared" else ACTIVATIONS
 
 
 def _activation(config: Mapping[str, Any]) -> Any:
@@ -531,8 +552,10 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
         return f"it does not run the family {shown(config.get('model_type'))!r}"
     config = completed(config)
     decoder, activation = family.decoder, _activation(config)
-    if activation not in ACTIVATIONS and not _is_clamped(family):
+    if activation not in _kernels(family) and not _is_clamped(family):
         return f"the activation {shown(activation)} has no kernel"
+    if family.moe is not None and config.get(family.moe.latent_key) is not None:
+        return "its experts read latents"
     if reason := _unsupported_mixer(config, decoder, activation):
         return reason
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
@@ -563,9 +586,9 @@ def _unsupported_mixer(config: Mapping[str, Any], decoder: DecoderRecord, activa
 
 
 def _unsupported_mamba(config: Mapping[str, Any], sizes: MambaSizes, activation: str) -> str | None:
-    if config.get("mamba_proj_bias"):
+    if config.get("mamba_proj_bias") or config.get("use_bias"):
         return "the projections of its Mamba-2 layers have biases"
-    if config.get("mamba_hidden_act", activation) not in ("silu", "swish"):
+    if (config.get("mamba_hidden_act") or activation) not in ("silu", "swish"):
         return "its Mamba-2 layers have another activation than silu"
     if sizes.taps > MOST_TAPS:
         return f"its convolutions are over {sizes.taps} tokens, and the most is {MOST_TAPS}"

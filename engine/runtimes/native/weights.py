@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError, damaged
 from engine.models.architectures.record import renamed
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
-from engine.models.formats.number_formats import BLOCK_SIDE, is_packed
+from engine.models.formats.number_formats import fp8_side, is_packed
 from engine.moe.kernels.bindings import ACTIVATIONS, FORMATS, CActivation, KernelChoice, Matrix, load
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
@@ -101,11 +101,14 @@ class Tensors:
         if a block of FP8 has rows of two of them."""
         whole = self.take([name], (sum(rows), columns))
         matrices, first = [], 0
+        # Rows that share scales; 0: all of them do.
+        step = 1
+        if whole.dtype == "BLOCK_FP8" and whole.scales is not None:
+            step = fp8_side(whole.shape, whole.scales.shape) or 0
         for count in rows:
-            if whole.dtype == "BLOCK_FP8" and first % BLOCK_SIDE:
+            if step > 1 and first % step:
                 raise ModelError(f"Tensor {self.named(name)} holds matrices that do not end with their blocks of FP8.")
-            step = BLOCK_SIDE if whole.dtype == "BLOCK_FP8" else 1
-            places = slice(first // step, -(-(first + count) // step))
+            places = slice(first // step, -(-(first + count) // step)) if step else slice(None)
             beside = [part and StoredTensor(part.dtype, part.words[places]) for part in (whole.scales, whole.biases)]
             if whole.dtype == "GROUPED_NVFP4":
                 beside[1] = whole.biases
@@ -280,7 +283,9 @@ class TrunkWeights:
 
     def _fill_layer(self, index: int, layer: TrunkLayer, experts: Experts | None) -> None:
         shape, prefix = self._shape, f"model.layers.{index}."
-        if shape.delta is not None and index in shape.delta.layers:
+        if index in shape.networks:
+            pass
+        elif shape.delta is not None and index in shape.delta.layers:
             (self._fill_mamba if shape.delta.is_mamba else self._fill_delta)(index, layer, shape.delta)
         elif shape.convolution is not None and index in shape.convolution.layers:
             self._fill_convolution(index, layer, shape.convolution)
@@ -292,13 +297,13 @@ class TrunkWeights:
             layer.attention_norm = self._norm(prefix + "input_layernorm.weight", shape.hidden)
         if shape.norms == "before":
             layer.ffn_norm = self._norm(prefix + "post_attention_layernorm.weight", shape.hidden)
-        elif shape.norms != "beside":
+        elif shape.norms not in ("beside", "single"):
             self._fill_norms(index, layer)
         if shape.own_width:
             self._fill_own_input(prefix, layer)
         if experts is not None and index in shape.moe_layers:
             self._fill_moe(index, layer, experts)
-        else:
+        elif shape.norms != "single" or index in shape.networks:
             layer.experts = self._dense(prefix + "mlp.", shape.ffns[index], shape.mlp_bias)
 
     def _fill_attention(self, index: int, layer: TrunkLayer) -> None:
@@ -551,17 +556,20 @@ class TrunkWeights:
                 else None
             )
 
-        if self._shape.merged_ffn and not tensors.has(prefix + "gate_up_proj.gate.weight"):
+        if not self._shape.has_gates:
+            gate = up = tensors.take([prefix + "up_proj.weight"], (ffn, hidden))
+        elif self._shape.merged_ffn and not tensors.has(prefix + "gate_up_proj.gate.weight"):
             gate, up = tensors.parts(prefix + "gate_up_proj.weight", (ffn, ffn), hidden)
         else:
             name = prefix + ("gate_up_proj.{}.weight" if self._shape.merged_ffn else "{}_proj.weight")
             gate, up = (tensors.take([name.format(part)], (ffn, hidden)) for part in ("gate", "up"))
+        up_bias = added("up_proj.bias", ffn)
         expert = ExpertWeights(
             gate=gate,
             up=up,
             down=tensors.take([prefix + "down_proj.weight"], (hidden, ffn)),
-            gate_bias=added("gate_proj.bias", ffn),
-            up_bias=added("up_proj.bias", ffn),
+            gate_bias=added("gate_proj.bias", ffn) if self._shape.has_gates else up_bias,
+            up_bias=up_bias,
             down_bias=added("down_proj.bias", hidden),
         )
         layer = LayerExperts({0: expert}, 1, self._shape.gate, self._choice)

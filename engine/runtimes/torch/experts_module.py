@@ -125,8 +125,8 @@ def experts_per_token(places: list[ExpertsPlace]) -> int:
 def gate_of(experts: nn.Module) -> FamilyGate:
     """The family's own activation, as ``gate(gate_out, up_out)``.
 
-    A family's ``_apply_gate`` is called, not reimplemented. It gets gate and up in the order it expects. Raises
-    ModelError if the module's experts are not gated feed-forward networks.
+    A family's ``_apply_gate`` is called, not reimplemented. It gets gate and up in the order it expects. Experts
+    without a gate give the same for both. Raises ModelError if the module's experts are of another kind.
     """
     apply_gate = getattr(type(experts), "_apply_gate", None)
     # Importing the library's default for a comparison would import torch's compiler, which takes 90 MB.
@@ -139,6 +139,9 @@ def gate_of(experts: nn.Module) -> FamilyGate:
     activation = getattr(experts, "act_fn", None) or getattr(getattr(experts, "mlp", None), "activation_fn", None)
     if activation is None:
         raise ModelError(f"The experts of {type(experts).__name__} are of a kind that this version cannot run.")
+
+    if not getattr(experts, "has_gate", True):
+        return family_gate(lambda gate_out, up_out: activation(gate_out), alone=True)
 
     def product(gate_out: torch.Tensor, up_out: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = activation(gate_out) * up_out

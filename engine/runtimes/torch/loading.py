@@ -25,15 +25,10 @@ from engine.moe.kernels.bindings import KernelChoice
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
 from engine.runtimes.torch.packed_modules import PackedEmbedding, PackedLinear, kernels_for, packed_module
 
-COMPOSITE_PREFIX = "language_model."
-"""Prefix of the text model's tensors in checkpoints of models that also take pictures."""
-
 BUILDING = threading.Lock()
 """Lock held while transformers builds a model, because it then replaces methods of its classes for all threads."""
 
 _LAYER = re.compile(r"\.(?:layers|blocks)\.(\d+)\.")
-
-_OTHER_MODALITIES = ("vision_model.", "multi_modal_projector.", "vision_tower.")
 
 
 def read_config(folder: Path, stored: dict[str, Any]) -> Any:
@@ -153,26 +148,24 @@ def _renamed(
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     for stored_name, stored in files.trunk():
-        plain = stored_name.removeprefix(COMPOSITE_PREFIX)
-        name, pattern = rename_source_key(plain, renamings, converters, model.base_model_prefix, expected)
-        if name not in expected and plain in expected:
-            name = plain
+        name, pattern = rename_source_key(stored_name, renamings, converters, model.base_model_prefix, expected)
+        if name not in expected and stored_name in expected:
+            name = stored_name
         if name in expected and pattern is None:
             yield stored_name, name, stored
-        elif not may_be_ignored(stored_name, name, ignored, model.config.num_hidden_layers):
+        elif not may_be_ignored(name, ignored, model.config.num_hidden_layers):
             raise ModelError(
                 f"Tensor {stored_name} has no place in a {model.config.model_type} model as config.json describes it; "
                 "the files do not belong together: fetch the model again."
             )
 
 
-def may_be_ignored(stored_name: str, name: str, ignored: list[re.Pattern[str]], layers: int) -> bool:
-    """Whether a tensor may be ignored: other modalities, layers after the last (for predicting several tokens), buffers
-    that old versions stored, and what transformers itself ignores."""
+def may_be_ignored(name: str, ignored: list[re.Pattern[str]], layers: int) -> bool:
+    """Whether a tensor may be ignored: layers after the last (for predicting several tokens), buffers that old versions
+    stored, and what transformers itself ignores."""
     layer = _LAYER.search(name)
     return (
         (layer is not None and int(layer[1]) >= layers)
-        or stored_name.startswith(_OTHER_MODALITIES)
         or name.endswith("rotary_emb.inv_freq")
         or any(pattern.search(name) for pattern in ignored)
     )

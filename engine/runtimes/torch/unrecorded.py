@@ -244,9 +244,7 @@ def load_whole(
     except Exception as error:  # whatever transformers raises for files that do not fit
         raise ModelError(f"{files.folder} cannot be loaded by transformers: {in_one_line(error)}") from error
     wrong = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
-    wrong += [
-        name for name in report["unexpected_keys"] if not may_be_ignored(name, name, [], config.num_hidden_layers)
-    ]
+    wrong += [name for name in report["unexpected_keys"] if not may_be_ignored(name, [], config.num_hidden_layers)]
     if wrong:
         raise ModelError(
             f"Tensor {min(wrong)} of the model's files does not fit a {config.model_type} model as config.json "

@@ -69,6 +69,15 @@ def test_another_machine_or_shape_has_a_place_of_its_own() -> None:
     assert load_calibration(SHAPE, MACHINE) == calibration()
 
 
+def test_experts_without_a_gate_count_by_their_weights(tiny_model: Callable[..., Path]) -> None:
+    for family, width in (("mixtral", 56), ("nemotron_h", 26)):  # two thirds of 40
+        experts = experts_of(tiny_model(family, dtype="bfloat16"))
+        shape = shape_of(experts)
+        assert (shape.hidden, shape.ffn, shape.packed) == (48, width, False)
+        assert 0.95 < shape.weights / experts.place(experts.layers[0], 0).weights <= 1
+    assert shape_of(experts_of(tiny_model("nemotron_h", moe_intermediate_size=1856))).ffn == 1216
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -66,6 +66,8 @@ FAMILIES = (
     "hy_v3",
     "flex_olmo",
     "granitemoeshared",
+    "nemotron_h",
+    "nemotron_h_dense",
 )
 GGUF_FAMILIES = tuple(family for family in FAMILIES if family in ARCHITECTURES)
 """Those of them whose GGUF files run."""

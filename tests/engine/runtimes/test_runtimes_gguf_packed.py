@@ -17,6 +17,8 @@ from gguf import GGMLQuantizationType
 from benchmarks.packed_blocks import WRITTEN, random_blocks
 from engine.errors import ModelError
 from engine.ipc.messages import ExpertPolicy
+from engine.models.architectures.families import FAMILIES as FAMILIES_BY_NAME
+from engine.models.architectures.record import renamed
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import sizes_of
 from engine.models.formats.model_files import ModelFiles, StoredTensor
@@ -70,7 +72,8 @@ def mostly(files: ModelFiles) -> str:
     """The format of most of the experts, or of the embedding."""
     if files.experts is not None:
         return files.experts.dtype
-    return dict(files.trunk())["model.embed_tokens.weight"].dtype
+    names = FAMILIES_BY_NAME[files.config["model_type"]].decoder.names
+    return dict(files.trunk())[renamed("model.embed_tokens.weight", names)].dtype
 
 
 @pytest.mark.sampled

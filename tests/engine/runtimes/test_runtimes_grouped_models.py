@@ -87,6 +87,7 @@ IN_FP8 = [
     ("mixtral", FP8, "torch"), ("qwen3_5_moe_text", FP8, "native"), ("granitemoe", FP8, "native"),
     ("glm4_moe_lite", FP8, "native"), ("qwen3_moe", FP8_CHANNEL, "native"), ("qwen3_moe", FP8_TENSOR, "torch"),
     ("llama", FP8_TENSOR, "native"), ("mixtral", FP8_CHANNEL, "torch"), ("qwen3_5_moe_text", FP8_CHANNEL, "native"),
+    ("nemotron_h", FP8, "native"), ("nemotron_h", FP8, "torch"),
 ]  # fmt: skip
 
 
@@ -135,10 +136,16 @@ def test_unpacked_weights_give_the_librarys_logits(
 
 
 @needs_kernels
-@pytest.mark.parametrize("stored", [FP8, FP8_CHANNEL, FP8_TENSOR])
-def test_fp8_is_exact_in_float32(grouped: Grouped, stored: str) -> None:
-    """Its inputs are not rounded."""
-    folder, truth = grouped("qwen3_moe", stored)
+@pytest.mark.parametrize(
+    ("family", "stored"),
+    [
+        *product(("qwen3_moe", "nemotron_h"), (FP8, FP8_CHANNEL, FP8_TENSOR)),
+        *product(("glm4",), (FP8_CHANNEL, FP8_TENSOR)),
+    ],
+)
+def test_fp8_is_exact_in_float32(grouped: Grouped, family: str, stored: str) -> None:
+    """Its inputs are not rounded. Some families have several matrices in one."""
+    folder, truth = grouped(family, stored)
     tokens = prompt_of(40)
     answer, theirs = library_run(truth, tokens, chunks=1)
     assert worst(our_run(load_native(folder, dtype="float32"), tokens, 2, answer), theirs) < EXACT

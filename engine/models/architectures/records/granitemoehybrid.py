@@ -45,7 +45,7 @@ def _head_kinds(config: Config, layers: int) -> list[str]:
 
 
 def _settings(metadata: Metadata) -> dict[str, Any]:
-    sizes, heads = gguf_mamba.sizes(metadata), gguf_mamba.heads_of_layers(metadata)
+    sizes, heads = gguf_mamba.sizes(metadata), metadata.each_layer("attention.head_count_kv")
     width = metadata.number("feed_forward_length")
     return scales(metadata) | {
         "num_key_value_heads": max(1, *heads),

@@ -59,13 +59,7 @@ def _kind(config: Config, layer: int) -> str:
 def _settings(metadata: Metadata) -> dict[str, Any]:
     """The part of ``config.json`` that is of this kind. Raises ModelError for a number that is missing or
     impossible."""
-    layers = metadata.number("block_count")
-    heads = metadata.get("attention.head_count_kv")
-    if not isinstance(heads, list) or len(heads) != layers or not all(type(count) is int for count in heads):
-        raise ModelError(
-            f"The GGUF gives {shown(heads)} for the heads of keys, which must be a number for each of {layers} layers; "
-            "download it again."
-        )
+    heads = metadata.each_layer("attention.head_count_kv")
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if count else "conv" for count in heads],

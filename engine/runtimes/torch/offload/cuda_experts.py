@@ -89,17 +89,23 @@ class Part:
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """An expert's matrices. ``gate`` contains gate and up if ``up`` is None."""
+    """An expert's matrices. ``gate`` contains gate and up if ``up`` is None, or the expert has no gate."""
 
     gate: Part
     up: Part | None
     down: Part
     arguments: Mapping[str, _Matrix] = field(compare=False)
+    has_gate: bool = True
 
     @property
     def width(self) -> int:
         """Rows of gate and up together."""
         return self.gate.rows + (0 if self.up is None else self.up.rows)
+
+    def gated(self, gate: Gate, both: torch.Tensor) -> torch.Tensor:
+        """What the down projection reads of the products ``both`` [tokens, width] of gate and up, float32."""
+        gate_out, up_out = both.chunk(2, dim=-1) if self.has_gate else (both, both)
+        return gate(gate_out, up_out).float().contiguous()
 
     @property
     def most_tokens(self) -> int:
@@ -187,6 +193,8 @@ def parts_of(layout: SlotLayout) -> ExpertParts | None:
         if both.format == "BLOCK_FP8":
             return None
         gate, up = _split(both)
+    elif "up" not in parts:
+        gate, up = parts["gate"], None
     else:
         gate, up = parts["gate"], parts["up"]
         if gate.format != up.format or gate.columns != up.columns:
@@ -195,7 +203,7 @@ def parts_of(layout: SlotLayout) -> ExpertParts | None:
     gate, down = _with_bias(gate, biases["gate"]), _with_bias(down, biases["down"])
     up = None if up is None else _with_bias(up, biases["up"])
     arguments = {"gate": gate.argument(), "up": (up or gate).argument(), "down": down.argument()}
-    return ExpertParts(gate, up, down, arguments)
+    return ExpertParts(gate, up, down, arguments, has_gate=both is not None or "up" in parts)
 
 
 def _split(both: Part) -> tuple[Part, Part]:
@@ -287,8 +295,7 @@ class CudaExperts:
         second = parts.arguments["up"]
         for some in several:
             self._products(some, matrices, parts.arguments["gate"], second, rows[start:stop], both, stream)
-        gate_out, up_out = both.chunk(2, dim=-1)
-        gated = gate(gate_out, up_out).float().contiguous()
+        gated = parts.gated(gate, both)
         down = parts.arguments["down"]
         for some in several:
             self._products(some, (parts.down,), down, down, gated, out[start:stop], stream)
@@ -315,8 +322,7 @@ class CudaExperts:
         matrices = (parts.gate,) if parts.up is None else (parts.gate, parts.up)
         first, second, down = (parts.arguments[name] for name in ("gate", "up", "down"))
         self._routed(slots, experts, matrices, (first, second), rows, k, both, stream)
-        gate_out, up_out = both.chunk(2, dim=-1)
-        gated = gate(gate_out, up_out).float().contiguous()
+        gated = parts.gated(gate, both)
         out = torch.empty(routes, rows.shape[1], dtype=torch.float32, device=rows.device)
         self._routed(slots, experts, (parts.down,), (down, down), gated, 1, out, stream)
         return out

@@ -53,9 +53,11 @@ class FamilyGate:
         return self.function(gate_out, up_out)
 
 
-def family_gate(function: Gate, alpha: float | None = None, limit: float | None = None) -> FamilyGate:
+def family_gate(
+    function: Gate, alpha: float | None = None, limit: float | None = None, alone: bool = False
+) -> FamilyGate:
     """The gate ``function`` with the activation that it equals. ``alpha`` and ``limit`` are those of a possibly clamped
-    gate.
+    gate. ``alone``: it is given the same numbers twice, as experts without a gate do.
 
     Names are not trusted: the function is run on numbers of every size, and an activation with other results is not
     used.
@@ -64,6 +66,7 @@ def family_gate(function: Gate, alpha: float | None = None, limit: float | None 
     if alpha is not None and limit is not None:
         candidates.append(Activation("clamped", alpha, limit))
     gate_out, up_out = _probe()
+    up_out = gate_out if alone else up_out
     try:
         expected = function(gate_out, up_out)
     except (RuntimeError, ValueError, TypeError):  # a gate with weights of its own, of another size

@@ -19,7 +19,9 @@ FEW_ROUTES = 64
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """One expert as tensors: gate, up [ffn, hidden] or both in one ``gate_up`` [2*ffn, hidden]; down [hidden, ffn]."""
+    """One expert as tensors: gate, up [ffn, hidden] or both in one ``gate_up`` [2*ffn, hidden]; down [hidden, ffn].
+
+    Of an expert without a gate ``up`` is ``gate``."""
 
     gate: torch.Tensor
     up: torch.Tensor
@@ -33,12 +35,13 @@ class ExpertTensors:
 def expert_tensors(part: Callable[[str], torch.Tensor | None]) -> ExpertTensors:
     """The expert whose matrices and biases ``part`` gives by name, or None for a missing one.
 
-    ``gate`` and ``up`` are asked for only if they do not lie together.
+    ``gate`` and ``up`` are asked for only if they do not lie together. An expert without a gate has no ``up``.
     """
     gate_up = part("gate_up")
     gate, up = (part("gate"), part("up")) if gate_up is None else gate_up.chunk(2)
     down = part("down")
-    assert gate is not None and up is not None and down is not None
+    assert gate is not None and down is not None
+    up = gate if up is None else up
     return ExpertTensors(gate, up, down, gate_up, part("gate_bias"), part("up_bias"), part("down_bias"))
 
 
@@ -51,7 +54,8 @@ def run_expert(weights: ExpertTensors, gate: Gate, hidden: torch.Tensor) -> torc
     if weights.gate_up is not None:
         gate_out, up_out = linear(hidden, weights.gate_up).chunk(2, dim=-1)
     else:
-        gate_out, up_out = linear(hidden, weights.gate), linear(hidden, weights.up)
+        gate_out = linear(hidden, weights.gate)
+        up_out = gate_out if weights.up is weights.gate else linear(hidden, weights.up)
     if weights.gate_bias is not None and weights.up_bias is not None:
         gate_out, up_out = gate_out + weights.gate_bias, up_out + weights.up_bias
     out = linear(gate(gate_out, up_out), weights.down)
@@ -192,9 +196,12 @@ class TorchBackend(TensorBackend):
         if key not in self._stored:
             self._stored[key] = self.experts.expert(layer, expert)
         stored = self._stored[key]
-        tensors = expert_tensors(
-            lambda name: None if (there := getattr(stored, name)) is None else numbers(there, self.dtype)
-        )
+
+        def part(name: str) -> torch.Tensor | None:
+            there = None if name == "up" and stored.up is stored.gate else getattr(stored, name)
+            return None if there is None else numbers(there, self.dtype)
+
+        tensors = expert_tensors(part)
         if all(DTYPES.get(part.dtype) == self.dtype for part in stored.parts):
             self._views[key] = tensors
         return tensors

@@ -14,12 +14,19 @@ from gguf import MODEL_ARCH_NAMES
 
 from engine.models.architectures import records
 from engine.models.architectures.composite import language_only
-from engine.models.architectures.families import FAMILIES, completed, layer_kinds
+from engine.models.architectures.families import FAMILIES, completed, layer_kinds, renamed
 from engine.models.architectures.layer_rules import KINDS
 from engine.models.architectures.record import Family
 from engine.models.folders.sizes import check_sizes
 from engine.runtimes.mlx.families import unsupported_config
-from engine.runtimes.native.shape import ACTIVATIONS, read_gate, read_shape, rope_of_kind, unsupported_shape
+from engine.runtimes.native.shape import (
+    ACTIVATIONS,
+    WITHOUT_GATE,
+    read_gate,
+    read_shape,
+    rope_of_kind,
+    unsupported_shape,
+)
 from tests.support.tiny_models import TINY_FAMILIES, tiny_config
 
 
@@ -90,7 +97,7 @@ def test_the_published_files_of_gemma_3_say_enough(size: str) -> None:
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_what_a_file_leaves_out_is_what_transformers_assumes(name: str) -> None:
     config = tiny_config(name)
-    short, full = (json.loads(config.to_json_string(use_diff=left_out)) for left_out in (True, False))
+    short, full = (renamed(json.loads(config.to_json_string(use_diff=left_out))) for left_out in (True, False))
     assert len(short) < len(full)
     check_sizes(short)
     assert (unsupported_shape(short), unsupported_config(short)) == (unsupported_shape(full), unsupported_config(full))
@@ -101,7 +108,10 @@ def test_what_a_file_leaves_out_is_what_transformers_assumes(name: str) -> None:
 @families(lambda family: family.native)
 def test_rotary_bases_epsilons_and_activations_are_those_of_transformers(family: Family) -> None:
     rope = library_default(family, "rope_parameters")
-    if family.decoder.kind_rope is not None:
+    if rope is None:
+        assert family.decoder.head_kinds is not None
+        assert set(family.decoder.head_kinds({}, 4)) == {family.decoder.unrotated}
+    elif family.decoder.kind_rope is not None:
         found = {kind: family.decoder.kind_rope({"rope_parameters": rope}, kind) for kind in KINDS}
         assert found == rope
     else:
@@ -112,7 +122,8 @@ def test_rotary_bases_epsilons_and_activations_are_those_of_transformers(family:
     assert library_default(family, epsilon) == family.defaults.get(epsilon, 1e-6)
     activation = read_gate({"model_type": family.model_type, **family.defaults}).kind
     if activation != "clamped":
-        assert ACTIVATIONS[library_default(family, family.decoder.activation_setting) or "silu"] == activation
+        named = library_default(family, family.decoder.activation_setting) or "silu"
+        assert (ACTIVATIONS | WITHOUT_GATE)[named] == activation
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ from tests.support.progress import quiet
 from tests.support.random_examples import examples
 from tests.support.tiny_models import TINY_MOE_FAMILIES
 
+FAMILIES = tuple(family for family in TINY_MOE_FAMILIES if family != "nemotron_h")
+"""Those whose experts have gates: others are newer."""
+
 TinyModel = Callable[..., Path]
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
@@ -59,7 +62,7 @@ def present(weights: ExpertWeights) -> dict[str, Any]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", TINY_MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_bank_holds_what_the_plain_folder_holds(
     tiny_model: TinyModel, banks: Callable[..., Path], family: str, dtype: str
 ):
@@ -86,7 +89,7 @@ def test_a_bank_holds_what_the_plain_folder_holds(
                 assert np.array_equal(tensor.words, source[name].words), (layer, expert, name)
 
 
-@pytest.mark.parametrize("family", TINY_MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_matrices_are_views_of_the_slabs(banks: Callable[..., Path], family: str):
     folder = banks(family)
     experts = experts_of(folder)

@@ -34,7 +34,8 @@ def test_headers_tell_what_the_loaded_model_tells(tiny_model: Callable[..., Path
         assert sizes.trunk_bytes == pytest.approx(facts.trunk_bytes, rel=0.02)
         assert sizes.key_value_bytes_per_token == facts.key_value_bytes_per_token
         assert sizes.state_bytes == facts.state_bytes
-        assert (sizes.state_bytes > 0) == family.startswith(("qwen3_5", "qwen3_next", "lfm2", "granitemoehybrid"))
+        with_states = ("qwen3_5", "qwen3_next", "lfm2", "granitemoehybrid", "nemotron_h")
+        assert (sizes.state_bytes > 0) == family.startswith(with_states)
         model.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.moe.kernels.bindings import available
 from tests.engine.runtimes.native_oracle import PREPARED_ONLY, load_native, needs_kernels
 from tests.engine.runtimes.subjects import logits_along, prompt_of
-from tests.engine.runtimes.torch_oracle import library_model, library_run, our_run, typical, worst
+from tests.engine.runtimes.torch_oracle import library_model, library_run, load, our_run, typical, worst
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = needs_kernels
@@ -153,6 +154,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid_dense",
         {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"},
     ),
+    "biases of networks and shared experts, another group of heads for each head": (
+        "nemotron_h",
+        {"mlp_bias": True, "use_conv_bias": False, "n_groups": 6, "norm_topk_prob": False, "topk_group": 2},
+    ),
+    "experts first, a network last": (
+        "nemotron_h",
+        {"layer_types": ["moe", "full_attention", "linear_attention", "moe", "mlp"], "num_key_value_heads": 1},
+    ),
+    "attention last": ("nemotron_h", {"layer_types": ["mlp", "linear_attention", "moe", "full_attention"]}),
     "delta-nets by key head": ("qwen3_next", {"linear_num_value_heads": 2, "norm_topk_prob": False}),
     "biases of all matrices of Seed-OSS": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     "biases of queries and keys that are values, and of what attention gives": (
@@ -222,7 +232,7 @@ def test_variants_equal_the_library(name: str, tmp_path: Path, prepared: Callabl
     "family",
     [
         *("llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe", "gemma4_text"),
-        "granitemoehybrid",
+        *("granitemoehybrid", "nemotron_h"),
     ],
 )
 def test_a_prompt_over_several_pieces_pages_and_score_tiles(
@@ -289,6 +299,23 @@ def test_steps_of_mamba_layers_that_are_no_numbers_stay_so(
         assert np.isnan(ours).all() and np.isnan(whole[16:]).all()
 
 
+@pytest.mark.parametrize("kinds", ["letters", "words"])
+def test_layers_of_nemotron_may_be_named_as_they_once_were(kinds: str, tmp_path: Path) -> None:
+    folder, tokens = write_tiny_model(tmp_path / "model", "nemotron_h"), prompt_of(21)
+    answer, theirs = library_run(folder, tokens, chunks=1)
+    config = json.loads((folder / "config.json").read_text())
+    named = config.pop("layers_block_type")
+    letters = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-"}
+    if kinds == "letters":
+        config["hybrid_override_pattern"] = "".join(letters[kind] for kind in named)
+    else:
+        words = {"linear_attention": "mamba", "full_attention": "attention"}
+        config["layers_block_type"] = [words.get(kind, kind) for kind in named]
+    (folder / "config.json").write_text(json.dumps(config))
+    for model in (load_native(folder), load(folder)):
+        assert worst(our_run(model, tokens, 2, answer), theirs) < 3 * LIMIT
+
+
 @pytest.mark.parametrize("threads", [1, 5])
 def test_any_number_of_threads_gives_the_same(threads: int, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", "qwen2_moe")
@@ -332,7 +359,17 @@ def test_latents_on_every_instruction_set(
 @pytest.mark.parametrize("instructions", available())
 @pytest.mark.parametrize(
     "family",
-    ["mistral", "mixtral", "gpt_oss", "qwen3_5_text", "glm4_moe", "lfm2_moe", "gemma4_text", "granitemoehybrid"],
+    [
+        "mistral",
+        "mixtral",
+        "gpt_oss",
+        "qwen3_5_text",
+        "glm4_moe",
+        "lfm2_moe",
+        "gemma4_text",
+        "granitemoehybrid",
+        "nemotron_h",
+    ],
 )
 def test_every_instruction_set_gives_the_same(
     instructions: str,
