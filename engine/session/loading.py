@@ -105,7 +105,7 @@ def load_session(
     facts = msgspec.structs.replace(
         model.facts,
         name=name,
-        sees_pictures=looking is not None,
+        sight=looking.sight if looking is not None else None,
         has_chat_template=words is not None and words.has_chat_template,
         has_tokenizer=words is not None,
         reasoning=words.reasoning_facts if words is not None else None,

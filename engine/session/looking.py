@@ -14,6 +14,7 @@ from engine.pictures.decoding import PictureDecoder
 from engine.pictures.folders import tower_bytes
 from engine.pictures.picture import Picture
 from engine.pictures.shown import ShownPictures
+from engine.pictures.sight import Sight
 from engine.planning.units import byte_size
 from engine.system.free_memory import available_bytes
 
@@ -40,6 +41,11 @@ class Looking:
         """The files of the current question by the digests of their pictures."""
         self._decoded: dict[bytes, Picture] = {}
         """Pictures that were decoded for the current question, by their digests."""
+
+    @property
+    def sight(self) -> Sight:
+        """How the model sees."""
+        return self._shown.sight
 
     def prompt(self, tokens: Sequence[int], messages: Sequence[Message], should_stop: StopCheck) -> list[int]:
         """``tokens``, which the chat template gave for ``messages``, with the tokens of the pictures.

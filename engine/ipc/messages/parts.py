@@ -198,8 +198,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     has_chat_template: bool = True
     has_tokenizer: bool = True
     """Whether the model has a tokenizer. Without one it takes and gives token ids only."""
-    sees_pictures: bool = False
-    """Whether messages may have pictures."""
     reasoning: ReasoningFacts | None = None
     """How the model thinks; None if it does not mark thoughts."""
     sampling: Sampling | None = None

@@ -88,7 +88,7 @@ def test_an_answer_is_the_whole_models(
     folders: dict[str, Path], opened: Open, kind: str, runtime: str, chunk: int
 ) -> None:
     ask = opened(folders[kind], runtime, prefill_chunk=chunk)
-    assert ask.session.facts.sees_pictures and ask.session.facts.runtime == runtime
+    assert ask.session.facts.sight == read_sight(folders[kind]) and ask.session.facts.runtime == runtime
     found = ask_about(ask, question(FIRST))
     prompt = prompt_of(folders[kind], *ASKED)
     assert found.token_ids == greedy(folders[kind], prompt)
@@ -216,7 +216,7 @@ def test_damaged_settings_of_pictures_leave_the_text(opened: Open, tmp_path: Pat
     folder = write_speaking_seeing(tmp_path / "damaged", "qwen3_5")
     (folder / "preprocessor_config.json").write_text('{"patch_size": 7}')
     ask = opened(folder)
-    assert not ask.session.facts.sees_pictures
+    assert ask.session.facts.sight is None
     assert any("patch_size is 7" in notice for notice in ask.session.facts.notices)
     assert ask_about(ask, Message("user", "hello")).completion_tokens == 4
     with pytest.raises(ModelError, match="sees none"):
