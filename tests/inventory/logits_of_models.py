@@ -37,12 +37,24 @@ from engine.moe.kernels.bindings import VARIABLE
 from engine.runtimes.protocol import LoadedModel
 from tests.engine.runtimes.mlx_oracle import FAMILIES as FAMILIES_OF_MLX_LM
 from tests.engine.runtimes.mlx_oracle import write_quantised
-from tests.engine.runtimes.subjects import GROUPED_MODELS, NATIVE, PACKED_MODELS, SUBJECTS, TORCH, Subject
+from tests.engine.runtimes.subjects import (
+    FP8,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    GROUPED_MODELS,
+    NATIVE,
+    PACKED_MODELS,
+    SUBJECTS,
+    TORCH,
+    ZERO_POINTS,
+    Subject,
+)
 from tests.support.progress import quiet
 from tests.support.tiny_fp8 import write_fp8
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tests.support.tiny_grouped import write_grouped
 from tests.support.tiny_models import TINY_FAMILIES, write_tiny_model
+from tests.support.tiny_zero_points import Form, write_zero_points
 
 PROMPT = [3 + (number * number * 7 + number * 11) % 157 for number in range(24)]
 """More tokens than a tiny model's window has."""
@@ -196,12 +208,17 @@ _GROUPED_HERE = (
     "glm4_moe",
 )
 """Families whose trunk mlx-lm stores as transformers does."""
+_ZERO_POINTS_HERE = ("llama", "qwen3_moe")
+"""A family without and one with experts, in the forms that are read alike in all of them."""
 _CORRECTED = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "lfm2_moe", "ernie4_5_moe", "nemotron_h")
 """Families whose scores are corrected where they are compared, and divided by their sum."""
 _CHOSEN = 3
 """Experts of a token in these tiny models."""
 _PUBLISHED, _BY_MLX_LM = "as published", "4 bits by mlx-lm"
-_PACKED = frozenset([*(f"GGUF {name}" for name in PACKED_MODELS), *GROUPED_MODELS, _PUBLISHED, _BY_MLX_LM])
+_NVFP4_OF_MLX = "NVFP4 as mlx-lm stores it"
+_PACKED = frozenset(
+    [*(f"GGUF {name}" for name in PACKED_MODELS), *GROUPED_MODELS, *ZERO_POINTS, _PUBLISHED, _BY_MLX_LM, _NVFP4_OF_MLX]
+)
 
 
 def _forms(family: str) -> dict[str, Callable[[Path], Path]]:
@@ -216,9 +233,14 @@ def _forms(family: str) -> dict[str, Callable[[Path], Path]]:
     if family in ARCHITECTURES:
         forms["GGUF F32"] = lambda folder: _gguf(folder, family, lambda name: GGMLQuantizationType.F32)
         forms |= {f"GGUF {name}": partial(_gguf, family=family, kind=kind) for name, (kind, _) in PACKED_MODELS.items()}
-        forms["FP8"] = lambda folder: write_fp8(folder / "model", _blocks(folder, family))[0]
+        forms[FP8] = partial(_fp8, family=family, strategy="block")
     if family in _GROUPED_HERE:
         forms |= {name: partial(_grouped, family=family, **options) for name, options in GROUPED_MODELS.items()}
+    if family in _ZERO_POINTS_HERE:
+        forms |= {name: partial(_zero_points, family=family, form=form) for name, form in ZERO_POINTS.items()}
+        forms[_NVFP4_OF_MLX] = lambda folder: _grouped(folder, family, mode="nvfp4", group=16)
+        forms |= {name: partial(_fp8, family=family, strategy=name.partition("-")[2])
+                  for name in (FP8_CHANNEL, FP8_TENSOR)}  # fmt: skip
     if family == "gpt_oss":
         forms[_PUBLISHED] = lambda folder: _grouped(folder, family, form="published")
     if family in FAMILIES_OF_MLX_LM:
@@ -257,6 +279,14 @@ def _blocks(folder: Path, family: str) -> Path:
 
 def _grouped(folder: Path, family: str, **options: Any) -> Path:
     return write_grouped(folder / "model", _blocks(folder, family), **options)[0]
+
+
+def _zero_points(folder: Path, family: str, form: Form) -> Path:
+    return write_zero_points(folder / "model", _blocks(folder, family), form)[0]
+
+
+def _fp8(folder: Path, family: str, strategy: str) -> Path:
+    return write_fp8(folder / "model", _blocks(folder, family), strategy=strategy)[0]
 
 
 def _gguf(folder: Path, family: str, kind: Callable[[str], GGMLQuantizationType]) -> Path:
