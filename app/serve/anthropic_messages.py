@@ -30,6 +30,7 @@ from app.serve.asking import (
     tool_of,
 )
 from app.serve.model_service import ModelService
+from app.serve.pictures import Composed, picture_file
 from app.serve.replies import Refused, error_object, event_frame
 from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
 from engine.ipc.messages import Constraint, Finished, Generate, Message, Piece, Prefill, Sample, ToolCall
@@ -110,12 +111,12 @@ class CountRequest(msgspec.Struct, kw_only=True):
     output_format: AnswerFormat | None = None
     metadata: UserData | None = None
 
-    def generate(self, defaults: Defaults) -> Generate:
-        """The request to the engine. Raises Refused."""
+    def generate(self, defaults: Defaults, *, sees: bool = False) -> Generate:
+        """The request to the engine, with pictures if the model ``sees``. Raises Refused."""
         messages = [Message("system", _system_text(self.system))] if self.system else []
         asked = last_question([message.kind for message in self.messages])
         for number, message in enumerate(self.messages):
-            messages += _messages(message, f"messages[{number}]", asked=number == asked)
+            messages += _messages(message, f"messages[{number}]", asked=number == asked, sees=sees)
         messages = merged([message for message in messages if message.role != "system" or message.content])
         if not any(message.role != "system" for message in messages):
             raise Refused("The messages hold nothing to answer.", parameter="messages")
@@ -161,10 +162,10 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: NaturalOrAll | None = None
     stop_sequences: list[str] | None = None
 
-    def generate(self, defaults: Defaults) -> Generate:
+    def generate(self, defaults: Defaults, *, sees: bool = False) -> Generate:
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return msgspec.structs.replace(
-            super().generate(defaults),
+            super().generate(defaults, sees=sees),
             sampling=sampling_of(defaults, given),
             max_tokens=self.max_tokens,
             stop=stops_of(self.stop_sequences, "stop_sequences"),
@@ -181,23 +182,23 @@ def _system_text(system: Blocks | None) -> str:
     return "\n\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
-def _messages(message: TurnMessage, where: str, *, asked: bool) -> Iterator[Message]:
+def _messages(message: TurnMessage, where: str, *, asked: bool, sees: bool) -> Iterator[Message]:
     """One message as messages for the engine: results of tools become separate messages.
 
-    ``asked``: it is the current question. Raises Refused.
+    ``asked``: it is the current question. ``sees``: with pictures. Raises Refused.
     """
     if message.role not in ("user", "assistant", "system"):
         raise Refused(f"The role {message.role[:50]!r} is unknown: use user or assistant.", parameter=f"{where}.role")
     if not isinstance(message.content, list):
         yield Message(message.role, message.content or "")  # type: ignore[arg-type]
         return
-    texts: list[str] = []
+    said = Composed()
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     for number, block in enumerate(message.content):
         match block.type:
             case "text":
-                texts.append(block.text or "")
+                said.text(block.text or "")
             case "tool_use" if message.role == "assistant":
                 arguments = bytes(block.input).decode()
                 calls.append(ToolCall(id=block.id or "", name=block.name or "", arguments=arguments))
@@ -212,12 +213,14 @@ def _messages(message: TurnMessage, where: str, *, asked: bool) -> Iterator[Mess
                 and isinstance(block.source.get("data"), str)
                 and (block.source.get("type") == "text")
             ):
-                texts.append(block.source["data"])
+                said.text(block.source["data"])
+            case "image" if sees and message.role == "user":
+                said.picture(picture_file(block.source, f"{where}.content[{number}]"))
             case _:
-                texts.append(line_for(block.type, f"{where}.content[{number}]", asked=asked))
-    if texts or calls:
-        said = "\n".join(thoughts) if message.role == "assistant" else ""
-        yield Message(message.role, "\n".join(texts), said, tool_calls=calls)  # type: ignore[arg-type]
+                said.text(line_for(block.type, f"{where}.content[{number}]", asked=asked, sees=sees))
+    if calls or not said.empty:
+        own = "\n".join(thoughts) if message.role == "assistant" else ""
+        yield Message(message.role, said.content, own, tool_calls=calls, pictures=said.pictures)  # type: ignore[arg-type]
 
 
 # --- the answer -----------------------------------------------------------------------------------------------------
@@ -226,7 +229,9 @@ def _messages(message: TurnMessage, where: str, *, asked: bool) -> Iterator[Mess
 async def count_tokens(service: ModelService, request: CountRequest, defaults: Defaults) -> bytes:
     """The number of tokens of the prompt, without waiting for anybody's answer. Raises Refused."""
     service.check_name(request.model)
-    return msgspec.json.encode({"input_tokens": await service.prompt_tokens(request.generate(defaults))})
+    return msgspec.json.encode(
+        {"input_tokens": await service.prompt_tokens(request.generate(defaults, sees=service.sees))}
+    )
 
 
 class MessageAnswer:
@@ -236,7 +241,7 @@ class MessageAnswer:
         self._model = service.check_name(request.model)
         self._service = service
         self._client = client
-        self._generate = request.generate(defaults)
+        self._generate = request.generate(defaults, sees=service.sees)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._is_open = False
 

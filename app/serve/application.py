@@ -31,6 +31,7 @@ from app.serve.openai_completions import CompletionRequest, Completions
 from app.serve.openai_fields import failure
 from app.serve.openai_responses import ResponseAnswer, ResponsesRequest
 from app.serve.replies import EventStream, Refused, WholeAnswer, json_response, protocol_of, refusal_response
+from engine.ipc.messages import ModelFacts
 from engine.planning.units import byte_size
 
 _MOST_NOTES = 20
@@ -99,12 +100,15 @@ class Application:
     def _model_object(self, name: str) -> dict[str, object]:
         """A model in both protocols, whose fields do not contradict each other."""
         facts = self._service.facts
-        limits = {} if facts is None else {"context_length": facts.context_limit, "max_model_len": facts.context_limit}
+        known: dict[str, object] = {}
+        if facts is not None:
+            limit = facts.context_limit
+            known = {"context_length": limit, "max_model_len": limit, "capabilities": _capabilities(facts)}
         started = self._service.started
         ours = {"object": "model", "created": started, "owned_by": "privatellm"}
         active = {"lifecycle": "active"}
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
-        return {"id": name, **ours, "type": "model", "display_name": name, "created_at": when, **active, **limits}
+        return {"id": name, **ours, "type": "model", "display_name": name, "created_at": when, **active, **known}
 
     async def _chat(self, request: Request) -> ASGIApp:
         body = await body_of(request, ChatRequest)
@@ -222,6 +226,24 @@ class Application:
         return counted
 
 
+def _capabilities(facts: ModelFacts) -> dict[str, object]:
+    """What the model can do, in the form of Anthropic's protocol, of which every key must be there."""
+    yes, no = {"supported": True}, {"supported": False}
+    thinks = facts.reasoning is not None
+    effort = yes if facts.reasoning is not None and facts.reasoning.effort else no
+    return {
+        "image_input": yes if facts.sight is not None else no,
+        "structured_outputs": yes if facts.has_tokenizer else no,
+        "effort": {**effort, **dict.fromkeys(("low", "medium", "high", "xhigh", "max"), effort)},
+        "thinking": {
+            "supported": thinks,
+            "types": {"enabled": yes, "disabled": yes, "adaptive": yes, "between_tools": no},
+        },
+        **dict.fromkeys(("batch", "citations", "code_execution", "pdf_input", "context_management"), no),
+        "server_tools": {**no, "code_execution": no, "web_search": no},
+    }
+
+
 def client_of(request: Request, user: str | None = None) -> str:
     """The client of a request, as far as it can be told. One client's requests delay another's by at most one.
 
@@ -244,13 +266,14 @@ def _place(error: Exception) -> str:
 # --- bodies of requests ----------------------------------------------------------------------------------------------
 
 
-LARGEST = 16_000_000
-"""Maximum bytes of a body. A context of a million tokens takes about 5 MB."""
+LARGEST = 72_000_000
+"""Maximum bytes of a body: all pictures that a question may hold, in base64, and a context of a million tokens, which
+takes about 5 MB."""
 SECONDS = 30.0
 """Seconds within which a body must be complete."""
 MOST_HELD = 256_000_000
 """Maximum bytes of the bodies of all requests that are being read, wait, or are being answered."""
-_DRAINED = 16
+_DRAINED = 4
 """Multiple of :data:`LARGEST` that is read and dropped, so that a client that sends too much can read the refusal."""
 _WHERE = re.compile(r" - at `\$\.?([^`]*)`$")
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 
+from app.serve.pictures import PICTURE_KINDS, Composed, check_pictures, picture_file
 from app.serve.replies import Refused
 from engine.ipc.messages import Constraint, Finished, Message, Sample, Sampling, Tool, ToolChoice
 
@@ -51,51 +52,58 @@ class Defaults:
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message's content. Kinds that hold text are read."""
+    """A part of a message's content. Kinds that hold text or a picture are read."""
 
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    source: Any = None
 
 
 Content = str | Annotated[list[str | ContentPart], msgspec.Meta(max_length=MOST_ITEMS)] | None
 _TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _NOT_READ = {
-    "image": "a picture that this model cannot see",
+    "image": "a picture that this model is not shown",
     "audio": "a recording that this model cannot hear",
     "video": "a film that this model cannot see",
     "document": "a document that this model cannot read",
     "file": "a file that this model cannot read",
-    "screenshot": "a picture that this model cannot see",
+    "screenshot": "a picture that this model is not shown",
 }
 """Placeholders in the prompt for unsupported parts, by a word in the name of their kind."""
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
-def text_of(content: Content, where: str, *, asked: bool = False) -> str:
-    """The text of a message, with a line for each part that holds something else.
+def composed(content: Content, where: str, *, asked: bool, sees: bool) -> Composed:
+    """The text of a message and its pictures, with a line for each part that holds something else.
 
-    ``asked``: it is what the person asks now. Raises Refused for such a part of it.
+    ``asked``: it is what the person asks now. ``sees``: the model gets pictures. Raises Refused for a picture that
+    cannot be read, and for another such part of what is asked.
     """
+    found = Composed()
     if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
+        found.text(content or "")
+        return found
     for part in content:
         if isinstance(part, str):
-            texts.append(part)
+            found.text(part)
         elif part.type == "refusal":
-            texts.append(part.refusal or "")
+            found.text(part.refusal or "")
         elif part.type in _TEXT:
-            texts.append(part.text or "")
+            found.text(part.text or "")
+        elif part.type in PICTURE_KINDS and sees:
+            found.picture(picture_file(part.source if part.image_url is None else part.image_url, where))
         elif part.type not in _THOUGHTS:
-            texts.append(line_for(part.type, where, asked=asked))
-    return "\n".join(texts)
+            found.text(line_for(part.type, where, asked=asked, sees=sees))
+    return found
 
 
-def line_for(kind: str, where: str, *, asked: bool) -> str:
-    """The placeholder for a part of a ``kind`` that is not text. Raises Refused if it is ``asked``."""
+def line_for(kind: str, where: str, *, asked: bool, sees: bool = False) -> str:
+    """The placeholder for a part of a ``kind`` that is not read. Raises Refused if it is ``asked``."""
     if asked:
-        raise Refused(f"This model reads text only, not {kind[:50]!r}: leave that part out.", parameter=where)
+        reads = "text and pictures" if sees else "text"
+        raise Refused(f"This model reads {reads} only, not {kind[:50]!r}: leave that part out.", parameter=where)
     known = next((said for word, said in _NOT_READ.items() if word in kind), None)
     return f"[{known or f'a part of the kind {kind[:50]} that this model cannot read'}]"
 
@@ -133,7 +141,9 @@ def last_question(roles: Sequence[str]) -> int:
 
 
 def merged(messages: list[Message]) -> list[Message]:
-    """Neighbouring system messages as one: templates take one at the beginning."""
+    """Neighbouring system messages as one: templates take one at the beginning. Raises Refused for too many
+    pictures."""
+    check_pictures(messages)
     result: list[Message] = []
     for role, group in groupby(messages, lambda message: message.role):
         if role == "system":

@@ -88,6 +88,11 @@ class ModelService:
         return self.facts is not None and self._engine.running
 
     @property
+    def sees(self) -> bool:
+        """Whether the model gets pictures. While that is not known they are sent to the engine, which knows."""
+        return self.facts is None or self.facts.sight is not None
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names under which the model answers, the usual one first."""
         usual = self.facts.name if self.facts is not None else self._asked

@@ -19,11 +19,11 @@ from app.serve.asking import (
     answers_of,
     as_text,
     chosen,
+    composed,
     last_question,
     merged,
     most_tokens,
     stops_of,
-    text_of,
     thinking_of,
     tool_of,
 )
@@ -79,8 +79,8 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: Any = None
     reasoning: Any = None
 
-    def message(self, where: str, *, asked: bool) -> Message:
-        """``asked``: it is what the person asks now. Raises Refused."""
+    def message(self, where: str, *, asked: bool, sees: bool) -> Message:
+        """``asked``: it is what the person asks now. ``sees``: with its pictures. Raises Refused."""
         role = _ROLES.get(self.role, self.role)
         if role not in _KNOWN_ROLES:
             raise Refused(
@@ -91,12 +91,14 @@ class ChatMessage(msgspec.Struct):
         if self.function_call is not None and not calls:
             calls = [CalledTool(function=self.function_call).call()]
         thoughts = self.reasoning_content or self.reasoning
+        said = composed(self.content, f"{where}.content", asked=asked, sees=sees and role == "user")
         return Message(
             role,  # type: ignore[arg-type]
-            text_of(self.content, f"{where}.content", asked=asked),
+            said.content,
             thoughts if role == "assistant" and isinstance(thoughts, str) else "",
             tool_calls=calls if role == "assistant" else [],
             tool_call_id=self.tool_call_id or "" if role == "tool" else "",
+            pictures=said.pictures,
         )
 
 
@@ -135,8 +137,8 @@ class ChatRequest(SampledRequest, kw_only=True):
     reasoning_effort: str | None = None
     chat_template_kwargs: TemplateArguments | None = None
 
-    def generate(self, defaults: Defaults) -> Generate:
-        """The request to the engine. Raises Refused for unsupported fields."""
+    def generate(self, defaults: Defaults, *, sees: bool = False) -> Generate:
+        """The request to the engine, with pictures if the model ``sees``. Raises Refused for unsupported fields."""
         if self.functions:
             raise Refused("Functions are called as tools here: use tools.", parameter="functions")
         if self.audio is not None:
@@ -147,7 +149,7 @@ class ChatRequest(SampledRequest, kw_only=True):
         beams, samples = self.widths()
         asked = last_question([_ROLES.get(message.role, message.role) for message in self.messages])
         messages = [
-            message.message(f"messages[{number}]", asked=number == asked)
+            message.message(f"messages[{number}]", asked=number == asked, sees=sees)
             for number, message in enumerate(self.messages)
         ]
         return Generate(
@@ -185,7 +187,7 @@ class ChatAnswers:
         self._model = service.check_name(request.model)
         self._service = service
         self._client = client
-        self._generate = request.generate(defaults)
+        self._generate = request.generate(defaults, sees=service.sees)
         self._choices = request.n or 1
         self._with_usage = request.wants_usage
         self._id = f"chatcmpl-{uuid.uuid4().hex}"

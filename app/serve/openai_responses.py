@@ -23,12 +23,12 @@ from app.serve.asking import (
     answers_of,
     as_text,
     chosen,
+    composed,
     last_question,
     merged,
     most_tokens,
     result_text,
     sampling_of,
-    text_of,
     thinking_of,
     tool_of,
 )
@@ -76,8 +76,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
 
-    def generate(self, defaults: Defaults) -> Generate:
-        """The request to the engine. Raises Refused for unsupported fields."""
+    def generate(self, defaults: Defaults, *, sees: bool = False) -> Generate:
+        """The request to the engine, with pictures if the model ``sees``. Raises Refused for unsupported fields."""
         for name in ("previous_response_id", "conversation", "background"):
             if getattr(self, name):
                 raise Refused(
@@ -89,7 +89,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         form = self.text.format if self.text else None
         return Generate(
             id=0,
-            messages=self._messages(),
+            messages=self._messages(sees),
             sampling=sampling_of(defaults, {"temperature": self.temperature, "top_p": self.top_p}),
             max_tokens=most_tokens(self.max_output_tokens, usual=defaults.max_tokens),
             constraint=form.constraint("text.format") if form else None,
@@ -123,11 +123,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         """Kinds of tools that only OpenAI's own servers run. The model is not told of them."""
         return [tool.type for tool in self.tools or () if tool.type not in ("function", "namespace")]
 
-    def _messages(self) -> list[Message]:
+    def _messages(self, sees: bool) -> list[Message]:
         messages = [Message("system", self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             return [*messages, Message("user", self.input)]
-        messages += messages_of(self.input)
+        messages += messages_of(self.input, sees=sees)
         if not any(message.role != "system" for message in messages):
             raise Refused("The input holds no message to answer.", parameter="input")
         return merged(messages)
@@ -141,7 +141,7 @@ class ResponseAnswer:
         self._service = service
         self._request = request
         self._client = client
-        self._generate = request.generate(defaults)
+        self._generate = request.generate(defaults, sees=service.sees)
         self._functions = request.functions
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -349,9 +349,9 @@ class InputItem(msgspec.Struct):
         return ToolCall(id=self.call_id or "", name=qualified(self.namespace or "", name), arguments=text)
 
 
-def messages_of(items: Sequence[InputItem]) -> list[Message]:
-    """The conversation. Items that say nothing to a model are left out. Raises Refused for an unknown role, and for
-    something else than text in the person's last question."""
+def messages_of(items: Sequence[InputItem], *, sees: bool = False) -> list[Message]:
+    """The conversation, with pictures if the model ``sees``. Items that say nothing to a model are left out. Raises
+    Refused for an unknown role, and for what the model cannot read in the person's last question."""
     asked = last_question(["tool" if item.is_result else item.role if item.type == "message" else "" for item in items])
     messages: list[Message] = []
     thoughts = ""
@@ -360,7 +360,7 @@ def messages_of(items: Sequence[InputItem]) -> list[Message]:
         if item.type == "reasoning":
             thoughts = result_text(item.content) or result_text(item.summary)
         elif item.type == "message":
-            message = _message(item, where, thoughts, asked=number == asked)
+            message = _message(item, where, thoughts, asked=number == asked, sees=sees)
             thoughts = ""
             messages.append(message)
         elif item.is_call:
@@ -378,7 +378,7 @@ def messages_of(items: Sequence[InputItem]) -> list[Message]:
     return merged(messages)
 
 
-def _message(item: InputItem, where: str, thoughts: str, *, asked: bool) -> Message:
+def _message(item: InputItem, where: str, thoughts: str, *, asked: bool, sees: bool) -> Message:
     role = _ROLES.get(item.role, item.role)
     if role not in _KNOWN_ROLES:
         raise Refused(f"The role {item.role[:50]!r} is unknown.", parameter=f"{where}.role")
@@ -386,8 +386,9 @@ def _message(item: InputItem, where: str, thoughts: str, *, asked: bool) -> Mess
         content = msgspec.convert(item.content, Content)
     except msgspec.ValidationError as error:
         raise Refused(f"{where}.content: {error}.", parameter=f"{where}.content") from None
-    text = text_of(content, f"{where}.content", asked=asked)
-    return Message(role, text, thoughts if role == "assistant" else "")  # type: ignore[arg-type]
+    said = composed(content, f"{where}.content", asked=asked, sees=sees and role == "user")
+    own = thoughts if role == "assistant" else ""
+    return Message(role, said.content, own, pictures=said.pictures)  # type: ignore[arg-type]
 
 
 def qualified(namespace: str, name: str) -> str:

@@ -18,7 +18,7 @@ from app.serve.replies import Refused
 from engine.ipc.messages import Message, ToolCall
 from tests.app.serve.served import MODEL
 
-PICTURE = "[a picture that this model cannot see]"
+PICTURE = "[a picture that this model is not shown]"
 
 
 def chat(*messages: dict[str, Any]) -> list[Message]:
