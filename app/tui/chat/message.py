@@ -10,6 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
 
+from app.attachments.figures import texts_of
 from app.chat.finding import about
 from app.chat.state import Entry
 from app.chat.thread import why_not
@@ -265,7 +266,8 @@ class MessageView(Written, can_focus=True):
                 case "previous" | "next":
                     return self.entry.siblings > 1
         if action == "files":
-            return bool(self.entry.attachments) or (self.entry.role == "user" and fold(self.entry.content) is not None)
+            asked = self.entry.role == "user" and fold(self.entry.content) is not None
+            return asked or bool(texts_of(self.entry.attachments))
         return bool(self.entry.thoughts.text) if action == "thoughts" else True
 
     def why_not(self, action: str, parameters: tuple[object, ...]) -> str:

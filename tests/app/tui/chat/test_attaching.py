@@ -171,6 +171,7 @@ async def test_a_pasted_picture_is_announced_with_its_tokens_and_sent(
         assert isinstance(request, Generate)
         assert request.messages == [Message("user", 'what is @"my photo.png" ', pictures=[PictureFile(png(320, 128))])]
         assert "▪ my photo.png · 320×128 · " in shown(app)[0]
+        assert not app.chat.transcript.views[0].check_action("files", ()), "there is no text to open"
 
 
 async def test_a_model_that_sees_nothing_is_said_before_and_the_question_stays(
