@@ -102,17 +102,19 @@ class _Resolving:
     def resolved(self, text: str) -> Resolved:
         for reference in references(text):
             self._take(reference.path)
-        found = tuple(self._attachments.values())
-        if len(found) > MOST_FILES:
-            self._problems.append(f"{len(found)} files are named; at most {MOST_FILES} can be attached to a question.")
-        pictures = sum(len(picture.data) for picture in pictures_of(found))
-        texts = sum(attachment.size for attachment in found) - pictures
+        attachments = tuple(self._attachments.values())
+        if len(attachments) > MOST_FILES:
+            self._problems.append(
+                f"{len(attachments)} files are named; at most {MOST_FILES} can be attached to a question."
+            )
+        pictures = sum(len(picture.data) for picture in pictures_of(attachments))
+        texts = sum(attachment.size for attachment in attachments) - pictures
         for what, total, most in (("files", texts, MOST_BYTES), ("pictures", pictures, MOST_PICTURE_BYTES)):
             if total > most:
                 self._problems.append(
                     f"The {what} are {byte_size(total)} together; at most {byte_size(most)} can be attached."
                 )
-        return Resolved(found, tuple(self._problems), tuple(self._left_out), tuple(self._stamps.items()))
+        return Resolved(attachments, tuple(self._problems), tuple(self._left_out), tuple(self._stamps.items()))
 
     def _take(self, named: str) -> None:
         """Attach what the reference ``@named`` names."""

@@ -130,7 +130,7 @@ def _read_pictures(damaged: Path, messages: set[int]) -> tuple[list[Row], list[R
 
 
 def _linked(links: Iterator[Row], column: str, contents: Container[int], messages: set[int]) -> Iterator[Row]:
-    """Those of ``links`` whose message and content are there. One whose place is lost comes last."""
+    """The ``links`` whose message and content are there. One whose place is lost comes last."""
     taken: set[tuple[int, int]] = set()
     for row in links:
         if row.get("message") in messages and row.get(column) in contents and isinstance(row.get("name"), str):

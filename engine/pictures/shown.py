@@ -98,7 +98,7 @@ class ShownPictures:
 
     def places(self, tokens: Sequence[int], start: int) -> list[PicturePlace]:
         """The pictures in ``tokens``, of which the first is number ``start`` of a row; it may be within a picture."""
-        found: list[PicturePlace] = []
+        places: list[PicturePlace] = []
         index = 0
         while index < len(tokens):
             if tokens[index] >= 0:
@@ -106,9 +106,9 @@ class ShownPictures:
                 continue
             number, within = divmod(-1 - tokens[index], _MOST)
             place = PicturePlace(start + index - within, self._grids[number])
-            found.append(place)
+            places.append(place)
             index = place.end - start
-        return found
+        return places
 
     def pass_over(self, before: Sequence[PicturePlace], tokens: Sequence[int], start: int) -> PicturePass | None:
         """What pictures change in a pass over ``tokens``, of which the first is number ``start`` of a row whose earlier

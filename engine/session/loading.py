@@ -146,15 +146,15 @@ def pictures_for(model: LoadedModel, folder: Path, *, in_ring: bool) -> tuple[Lo
     from engine.session.looking import Looking
     from engine.session.refusals import way_to_see
 
-    said, sight = list[str](), None
+    notices, sight = list[str](), None
     try:
         sight = read_sight(folder)
     except ModelError as error:
-        said.append(f"No picture can be shown to this model: {error}")
+        notices.append(f"No picture can be shown to this model: {error}")
     if sight is not None and model.takes_pictures and not in_ring:
         model.pictures = ShownPictures(sight, model.facts.hidden)
-        return Looking(model.pictures, folder), "", said
-    return None, way_to_see(model.facts, has_tower=sight is not None, in_ring=in_ring), said
+        return Looking(model.pictures, folder), "", notices
+    return None, way_to_see(model.facts, has_tower=sight is not None, in_ring=in_ring), notices
 
 
 def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[], bool] | None) -> tuple[str, Path]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from benchmarks.engines import LlamaCppEngine, Logits
+from engine.pictures.picture import Picture
 
 _BINDINGS: Any = pytest.importorskip("llama_cpp_py_sync._cffi_bindings", reason="llama-cpp-py-sync is not installed")
 try:
@@ -55,3 +57,28 @@ class PrebuiltTokenizer:
         count = _LIBRARY.llama_tokenize(self._vocabulary, data, len(data), ids, len(data) + 1, False, False)
         assert count >= 0
         return list(ids[0:count])
+
+
+def tower_rows(model: Path, tower: Path, picture: Picture) -> NDArray[np.float32]:
+    """The rows [tokens, hidden] that llama.cpp makes of ``picture`` with the file ``tower`` beside ``model``."""
+    vision: Any = _BINDINGS.get_mtmd_lib()
+    _LIBRARY.llama_log_set(_QUIET, _FFI.NULL)
+    vision.mtmd_log_set(_QUIET, _FFI.NULL)
+    loaded = _LIBRARY.llama_model_load_from_file(bytes(model), _LIBRARY.llama_model_default_params())
+    parameters = vision.mtmd_context_params_default()
+    parameters.use_gpu, parameters.warmup, parameters.image_min_tokens = False, False, 1
+    context = vision.mtmd_init_from_file(bytes(tower), loaded, parameters)
+    assert loaded and context, f"llama.cpp cannot load {model} and {tower}"
+    text, marker = _FFI.new("struct mtmd_input_text *"), vision.mtmd_default_marker()
+    text.text, text.text_len = marker, len(_FFI.string(marker))
+    colours = _FFI.from_buffer("unsigned char[]", picture.rgb)
+    bitmap = vision.mtmd_bitmap_init(picture.width, picture.height, colours)
+    chunks = vision.mtmd_input_chunks_init()
+    assert not vision.mtmd_tokenize(context, chunks, text, _FFI.new("mtmd_bitmap *[1]", [bitmap]), 1)
+    count = vision.mtmd_input_chunks_size(chunks)
+    seen = [vision.mtmd_input_chunks_get(chunks, place) for place in range(count)]
+    (chunk,) = [each for each in seen if vision.mtmd_input_chunk_get_tokens_image(each)]
+    assert not vision.mtmd_encode_chunk(context, chunk)
+    tokens, width = vision.mtmd_input_chunk_get_n_tokens(chunk), _LIBRARY.llama_model_n_embd_inp(loaded)
+    values = _FFI.buffer(vision.mtmd_get_output_embd(context), 4 * tokens * width)
+    return np.frombuffer(values, np.float32).reshape(tokens, width).copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
@@ -16,6 +17,8 @@ DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 NEMOTRONS = ("nemotron_h_moe", "nemotron_h")
 """Architectures whose layers have one part each; the second has no experts."""
 
+PLACEHOLDER = 150
+"""Id of the token that stands for pictures, in families that see."""
 TOKENS = [chr(code) for code in range(33, 127)] + [f"{a}{b}" for a in "abcdefgh" for b in "aeiou"] + ["Ġ", "Ċ"]
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -163,7 +166,8 @@ def write_metadata(
     for key, value in extra.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
         add[type(value)](key if key.startswith("general.") else f"{architecture}.{key}", value)
-    add_tokenizer(writer, config["vocab_size"], pre)
+    named = {PLACEHOLDER: "<|image_pad|>"} if architecture.startswith("qwen35") else {}
+    add_tokenizer(writer, config["vocab_size"], pre, named)
 
 
 def _write_latents(writer: GGUFWriter, config: dict[str, Any], layout: Layout) -> None:
@@ -255,9 +259,12 @@ def _write_yarn(writer: GGUFWriter, rope: dict[str, Any]) -> None:
     writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
 
 
-def add_tokenizer(writer: GGUFWriter, size: int, split: str = "gpt-2") -> None:
+def add_tokenizer(writer: GGUFWriter, size: int, split: str = "gpt-2", named: Mapping[int, str] | None = None) -> None:
+    """Write a vocabulary of ``size`` tokens. ``named``: what tokens that mean nothing are called, by their ids."""
     tokens = ["<|endoftext|>", "<s>", "</s>", *TOKENS]
     tokens += [f"<unused{i}>" for i in range(size - len(tokens))]
+    for identity, name in (named or {}).items():
+        tokens[identity] = name
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens[:size])

@@ -13,10 +13,9 @@ from PIL import Image
 
 from engine.pictures.picture import Picture
 from tests.support.speaking_model import write_tokenizer
+from tests.support.tiny_gguf_metadata import PLACEHOLDER
 from tests.support.tiny_models import tiny_config
 
-PLACEHOLDER = 150
-"""Id of the token that stands for pictures."""
 _QWEN_VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,
@@ -26,7 +25,6 @@ _QWEN_VISION: dict[str, Any] = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
     "num_position_embeddings": 36,
-    "out_hidden_size": 48,
 }
 _GEMMA_VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -70,6 +68,8 @@ def write_tiny_seeing(
 
     whole, text, vision, settings = _KINDS[kind]
     inner = tiny_config(text, **settings, **overrides).to_dict()
+    if "depth" in vision:
+        vision = {**vision, "out_hidden_size": inner["hidden_size"]}
     config = AutoConfig.for_model(
         whole, text_config=inner, vision_config=vision, image_token_id=marks[0], audio_config=None,
         boi_token_id=marks[1], eoi_token_id=marks[2],

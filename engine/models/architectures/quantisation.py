@@ -184,12 +184,12 @@ def refuse_names(names: Iterable[str], config: Mapping[str, Any]) -> None:
     for name in names:
         if name.endswith(_FOREIGN):
             raise refused(_METHODS["bitsandbytes"])
-        found = next((row for row in _ENDINGS if name.endswith(row[0])), None)
-        if found is None:
+        ending = next((row for row in _ENDINGS if name.endswith(row[0])), None)
+        if ending is None:
             continue
         if method_of(config) is not None:
             raise damaged(f"Tensor {name} is of no weight that is quantised as the model's settings describe it")
-        _, method, files = found
+        _, method, files = ending
         says = "does not say" if not files else f"does not say, and neither does {' or '.join(files)} beside it,"
         raise damaged(f"Tensor {name} is quantised with {method}, but config.json {says} how (quantization_config)")
 

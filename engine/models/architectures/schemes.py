@@ -223,4 +223,4 @@ _CHECKS: Mapping[str, Check] = {
     "fp8": _unlike_deepseek, "compressed-tensors": _unlike_compressed, "awq": _unlike_awq, "gptq": _unlike_gptq,
     "modelopt": _unlike_modelopt,
 }  # fmt: skip
-"""By the method's name in ``quant_method``."""
+"""What is unlike in each method, by its name in ``quant_method``."""

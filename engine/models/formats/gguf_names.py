@@ -29,6 +29,7 @@ _RUNS = re.compile(
 """Tags of files whose tensors are, by custom, all in formats that run."""
 _FEW_BITS = re.compile(r"(UD-)?(I?Q[123]|TQ)")
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+_TOWER = re.compile(r"[\w.+-]*mmproj[\w.+-]*\.gguf", re.IGNORECASE)
 _RECOMMENDED = ("Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_XL", "Q4_K_L", "Q4_K_S", "IQ4_XS", "Q4_0", "Q5_K_M")
 """Tags in the order in which they are recommended: about 4.5 bits per weight cost little quality."""
 
@@ -81,6 +82,20 @@ def models_in(folder: Path) -> tuple[Path, ...]:
     """The first file of each GGUF model in ``folder``, by name. Vision towers and importance matrices are none."""
     files = (each for each in folder.iterdir() if each.suffix.casefold() == ".gguf" and not _is_no_model(each.name))
     return tuple(sorted({parts_of(each)[0] for each in files}))
+
+
+_BEST_TOWERS = ("BF16", "F16", "F32", "Q8_0")
+"""Number formats in the names of vision towers, the best first: half of the bytes of F32, and nothing is lost."""
+
+
+def tower_among(names: Iterable[str]) -> str | None:
+    """The vision tower to take among the ``names`` of a folder's files; None if there is none."""
+
+    def rank(name: str) -> tuple[int, str]:
+        words = re.split(r"[-.]", name.upper())
+        return next((place for place, tag in enumerate(_BEST_TOWERS) if tag in words), len(_BEST_TOWERS)), name
+
+    return min((name for name in names if _TOWER.fullmatch(name)), key=rank, default=None)
 
 
 def missing_part(part: Path, count: int) -> str:

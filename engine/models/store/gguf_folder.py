@@ -5,6 +5,7 @@ Nothing of the weights is copied or converted. With the folder, a GGUF file is a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import Cancelled, ModelError
 from engine.models.architectures.gguf_architectures import architecture_of, config_of
 from engine.models.architectures.gguf_tensors import entries_of
+from engine.models.architectures.gguf_tower import settings_of
 from engine.models.folders import model_folder
 from engine.models.formats.gguf_file import GgufFile
-from engine.models.formats.gguf_names import parts_of
+from engine.models.formats.gguf_names import parts_of, tower_among
+from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.store import local_models
 from engine.models.text.gguf_tokenizer import check_tokenizer, write_tokenizer
 from engine.system.durable_files import new_file
@@ -52,6 +55,7 @@ def open_gguf(
         folder, path = resolved.plain_folder, resolved.source
     if model_folder.is_complete(folder):
         _renew_links(folder, path)
+        _add_tower(folder, path)
         return folder
     ensure("models")
     with model_folder.exclusive(folder), GgufFile(path) as gguf:
@@ -65,6 +69,7 @@ def open_gguf(
             if should_stop is not None and should_stop():
                 raise Cancelled("Stopped; what was written so far is deleted.")
             _link(partial, path)
+            _add_tower(partial, path)
             partial.rename(folder)
         except OSError as error:
             raise ModelError(f"Writing {folder} failed: {error.strerror or error}.", "disk") from error
@@ -145,6 +150,30 @@ def _link_name(part: Path) -> str:
     # The end of a name says which part of a split file it is.
     stem = re.sub(r"[^A-Za-z0-9_.+-]+", "-", part.stem)[-_LONGEST_STEM:].lstrip(".+-")
     return f"{stem or 'model'}.gguf"
+
+
+def _add_tower(folder: Path, path: Path) -> None:
+    """Give ``folder`` the vision tower that lies beside ``path``, with what a folder of safetensors would say of it.
+
+    A tower that cannot be used is left out: the model answers without it.
+    """
+    home, beside = folder / model_folder.TOWER, path.absolute().parent
+    with contextlib.suppress(OSError, ModelError):
+        name = tower_among(each.name for each in beside.iterdir())
+        link = home / (name or "")
+        if name is not None and link.is_symlink() and link.readlink() == beside / name:
+            return
+        shutil.rmtree(home, ignore_errors=True)
+        if name is None:
+            return
+        config = read_object(folder / "config.json", SMALL_FILE)
+        with GgufFile(beside / name) as tower, GgufFile(path) as gguf:
+            settings = settings_of(tower, config, gguf.metadata["tokenizer.ggml.tokens"])
+        if settings is not None:
+            home.mkdir()
+            link.symlink_to(beside / name)
+            write_json(home / "preprocessor_config.json", settings.processor)
+            write_json(home / "config.json", settings.config)
 
 
 def _renew_links(folder: Path, path: Path) -> None:

@@ -20,9 +20,8 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.architectures.config_values import without_implementations
 from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.formats.mapped_file import MappedFile
-from engine.models.formats.number_formats import WIDTHS
 from engine.moe.kernels.file_guard import unchanged
-from engine.pictures.folders import tower_tensors
+from engine.pictures.folders import tower_folder, tower_tensors
 from engine.pictures.picture import Picture
 from engine.pictures.sight import Sight
 from engine.runtimes.torch.loading import BUILDING, fill_buffers, in_one_line, put
@@ -37,7 +36,7 @@ class VisionTower:
 
     def __init__(self, folder: Path, sight: Sight) -> None:
         """Raises ModelError if the configuration or the weights in ``folder`` are damaged."""
-        config = _config(folder)
+        config = _config(tower_folder(folder))
         build, self._look = _QWEN if sight.family.startswith("qwen") else _GEMMA
         self._sight = sight
         self._vision = config.vision_config
@@ -91,19 +90,21 @@ def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
     from transformers import PreTrainedModel
 
     stored = tower_tensors(folder, sight)
-    files = {path: MappedFile(path) for path in {path for path, _ in stored.values()}}
+    files = {path: MappedFile(path) for path in {tensor.path for tensor in stored.values()}}
     with unchanged(list(files.values())):
         for name, expected in module.state_dict().items():
             if name not in stored:
                 raise damaged(f"Tensor {name} of the tower is missing from the model's files")
-            path, entry = stored[name]
-            if entry.dtype not in WIDTHS or entry.shape != tuple(expected.shape):
+            tensor = stored[name]
+            if not tensor.is_readable or tensor.shape != tuple(expected.shape):
                 raise damaged(
-                    f"Tensor {name} of the tower is {list(entry.shape)} of {entry.dtype}, and config.json asks for "
+                    f"Tensor {name} of the tower is {list(tensor.shape)} of {tensor.dtype}, and config.json asks for "
                     f"{list(expected.shape)}"
                 )
-            tensor = files[path].tensor(entry.dtype, entry.shape, entry.start)
-            put(module, name, numbers_on(torch.device("cpu"), tensor, torch.float32))
+            file, cpu = files[tensor.path], torch.device("cpu")
+            words = [file.tensor(entry.dtype, entry.shape, entry.start) for entry in tensor.entries]
+            parts = [numbers_on(cpu, part, torch.float32) for part in words]
+            put(module, name, parts[0] if len(parts) == 1 else torch.stack(parts, 2))
     for part in [module, *module.children()]:
         if isinstance(part, PreTrainedModel):
             fill_buffers(part, torch.device("cpu"))

@@ -29,8 +29,8 @@ def test_a_folder_with_a_tower_sees(tmp_path: Path) -> None:
     assert sight is not None and sight.placeholder == 7
     tensors = tower_tensors(folder, sight)
     assert [*tensors] == ["blocks.0.attn.qkv.weight"]
-    path, entry = tensors["blocks.0.attn.qkv.weight"]
-    assert path == folder / "model.safetensors" and entry.shape == (2, 3)
+    tensor = tensors["blocks.0.attn.qkv.weight"]
+    assert tensor.path == folder / "model.safetensors" and tensor.shape == (2, 3)
     assert tower_bytes(folder, sight) == 24
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
+from engine.models.store.gguf_folder import open_gguf
 from engine.pictures.picture import Picture
 from engine.pictures.shown import ShownPictures
 from engine.pictures.sight import Sight
@@ -17,6 +19,9 @@ from engine.runtimes.native import inputs as native_inputs
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 from tests.engine.runtimes.seeing_oracle import Prompt, see, tokens_of, whole_logits
 from tests.engine.runtimes.subjects import NATIVE, TORCH, Subject
+from tests.support.progress import quiet
+from tests.support.tiny_gguf import ARCHITECTURES, write_tiny_gguf
+from tests.support.tiny_gguf_tower import write_tiny_tower
 from tests.support.tiny_seeing import TINY_SEEING, random_picture, write_tiny_seeing
 
 LIMIT = 2e-5
@@ -82,6 +87,36 @@ def test_a_prompt_and_steps_are_the_whole_models(
     other = whole_logits(folders[kind], [*PROMPT[:3], random_picture(40, 24, seed=2), *PROMPT[4:]])
     assert np.abs(other[-1] - ours).max() > 100 * LIMIT * np.abs(ours).max(), "the model does not look"
     model.close()
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("kind", [kind for kind in TINY_SEEING if kind.startswith("qwen")])
+def test_a_gguf_file_and_its_tower_are_the_whole_model(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subject: Subject, kind: str
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    language = write_language_model(tmp_path / "language", folders[kind])
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", language, ARCHITECTURES[f"{kind}_text"])
+    write_tiny_tower(path.with_name("mmproj-F32.gguf"), folders[kind])
+    model = load(subject, open_gguf(path, quiet))
+    tokens = tokens_of(model, PROMPT)
+    theirs = whole_logits(folders[kind], [*PROMPT, *ANSWER])
+    rows, ours = read(model, tokens, 1000)
+    assert_near(ours, theirs[len(tokens) - 1])
+    for index, token in enumerate(ANSWER):
+        assert_near(rows.step([token])[0], theirs[len(tokens) + index])
+    model.close()
+
+
+def write_language_model(folder: Path, whole: Path) -> Path:
+    """The language model in the folder ``whole`` as a model of its own."""
+    folder.mkdir()
+    beginning, tensors = "model.language_model.", load_file(whole / "model.safetensors")
+    renamed = {name.replace(beginning, "model."): tensor for name, tensor in tensors.items() if "visual" not in name}
+    save_file(renamed, folder / "model.safetensors")
+    config = json.loads((whole / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config["text_config"]))
+    return folder
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.models.formats.gguf_names import choices_of, listed, matching, recommended, tag_of
+from engine.models.formats.gguf_names import choices_of, listed, matching, recommended, tag_of, tower_among
 
 GB = 10**9
 REPOSITORY = {
@@ -132,3 +132,17 @@ def test_choices_are_listed_with_their_sizes() -> None:
     choices = choices_of(REPOSITORY)
     assert listed(choices[:3]) == "Q4_K_M (18.0 GB), UD-Q4_K_XL (19.0 GB), and 1 in formats that do not run here"
     assert listed(choices[:1]) == "IQ2_K (11.0 GB)"
+
+
+@pytest.mark.parametrize(
+    ("names", "taken"),
+    [
+        (("m-Q4_K_M.gguf", "mmproj-F32.gguf", "mmproj-F16.gguf", "mmproj-BF16.gguf"), "mmproj-BF16.gguf"),
+        (("mmproj-model-f16.gguf", "mmproj-Q8_0.gguf"), "mmproj-model-f16.gguf"),
+        (("Qwen3.5-9B.mmproj-f32.gguf", "mmproj-x.gguf"), "Qwen3.5-9B.mmproj-f32.gguf"),
+        (("mmproj-b.gguf", "mmproj-a.gguf"), "mmproj-a.gguf"),
+        (("m.gguf", "mmproj.txt", "mmproj-\n.gguf", "../mmproj.gguf"), None),
+    ],
+)
+def test_the_best_tower_of_a_folder(names: tuple[str, ...], taken: str | None) -> None:
+    assert tower_among(names) == taken

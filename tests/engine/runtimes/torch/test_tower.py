@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from engine.errors import Cancelled, ModelError
+from engine.models.store.gguf_folder import open_gguf
 from engine.pictures.folders import read_sight
 from engine.runtimes.torch.tower import STAGE, VisionTower
+from tests.support.progress import quiet
+from tests.support.tiny_gguf import whole_blocks, write_tiny_gguf
+from tests.support.tiny_gguf_metadata import PLACEHOLDER
+from tests.support.tiny_gguf_tower import write_tiny_tower
+from tests.support.tiny_models import write_tiny_model
 from tests.support.tiny_seeing import TINY_SEEING, random_picture, write_tiny_seeing
 
 
@@ -98,3 +106,53 @@ def test_damaged_weights_are_a_sentence(folders: dict[str, Path], tmp_path: Path
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=said):
         tower(folder).rows(random_picture(16, 16), ignored)
+
+
+# --- the tower of a GGUF file -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GGUF file of the language model alone."""
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    source = write_tiny_model(tmp_path / "language", "qwen3_5_text")
+    return write_tiny_gguf(tmp_path / "tiny-Q8_0.gguf", source, "qwen35")
+
+
+@pytest.mark.parametrize(("kind", "apart"), [("F32", 3e-6), ("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 5e-2)])
+def test_rows_of_a_gguf_tower_are_the_librarys(folders: dict[str, Path], beside: Path, kind: str, apart: float) -> None:
+    write_tiny_tower(beside.with_name(f"mmproj-{kind}.gguf"), folders["qwen3_5"], GGMLQuantizationType[kind])
+    folder, picture = open_gguf(beside, quiet), random_picture(40, 24)
+    sight, seeing = read_sight(folder), read_sight(folders["qwen3_5"])
+    assert sight is not None and seeing is not None and sight.placeholder == PLACEHOLDER
+    assert replace(sight, sections=seeing.sections) == seeing
+    rows = VisionTower(folder, sight).rows(picture, ignored)
+    expected = reference(folders["qwen3_5"], picture)
+    np.testing.assert_allclose(rows, expected, rtol=0, atol=apart * np.abs(expected).max())
+
+
+def test_a_gguf_file_sees_with_the_tower_that_lies_beside_it_now(folders: dict[str, Path], beside: Path) -> None:
+    assert read_sight(open_gguf(beside, quiet)) is None
+    tower = write_tiny_tower(beside.with_name("mmproj-model-f16.gguf"), folders["qwen3_5"])
+    assert read_sight(open_gguf(beside, quiet)) is not None
+    tower.write_bytes(tower.read_bytes()[:2000])
+    tower.rename(beside.with_name("mmproj-BF16.gguf"))
+    assert read_sight(open_gguf(beside, quiet)) is None, "a damaged tower is left out"
+    beside.with_name("mmproj-BF16.gguf").unlink()
+    write_tiny_tower(beside.with_name("mmproj-F16.gguf"), folders["qwen3_5"], width=64)
+    assert read_sight(open_gguf(beside, quiet)) is None, "it is another model's"
+
+
+@pytest.mark.soak
+def test_llama_cpp_makes_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attention rounds to float16."""
+    from tests.support.prebuilt_llama_cpp import tower_rows
+
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    whole = whole_blocks("qwen3_5_text")
+    seeing = write_tiny_seeing(tmp_path / "seeing", "qwen3_5", **whole)
+    model = write_tiny_gguf(tmp_path / "m.gguf", write_tiny_model(tmp_path / "l", "qwen3_5_text", **whole), "qwen35")
+    tower_file = write_tiny_tower(tmp_path / "mmproj-F32.gguf", seeing)
+    folder, picture = open_gguf(model, quiet), random_picture(32, 64)
+    rows = tower(folder).rows(picture, ignored)
+    np.testing.assert_allclose(rows, tower_rows(model, tower_file, picture), rtol=0, atol=2e-3 * np.abs(rows).max())

@@ -1,0 +1,93 @@
+"""A GGUF file of a tower says what a folder of safetensors would, or is not used; damage is a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from engine.errors import ModelError
+from engine.models.architectures.gguf_tower import settings_of, tower_entries
+from engine.models.formats.gguf_file import GgufFile
+from tests.support.tiny_gguf_tower import write_tiny_tower
+from tests.support.tiny_seeing import write_tiny_seeing
+
+TOKENS = ["a", "b", "<|image_pad|>"]
+CONFIG = {"model_type": "qwen3_5_text", "hidden_size": 48}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_seeing(tmp_path_factory.mktemp("seeing"), "qwen3_5")
+
+
+@pytest.fixture
+def tower(tmp_path: Path, seeing: Path) -> GgufFile:
+    with GgufFile(write_tiny_tower(tmp_path / "mmproj.gguf", seeing)) as file:
+        return file
+
+
+def test_settings_are_those_of_the_folder(tower: GgufFile, seeing: Path) -> None:
+    found = settings_of(tower, CONFIG, TOKENS)
+    assert found is not None
+    written = json.loads((seeing / "config.json").read_text())
+    assert found.config["model_type"] == written["model_type"] and found.config["image_token_id"] == 2
+    assert found.config["vision_config"] == {
+        key: written["vision_config"][key] for key in found.config["vision_config"]
+    }
+    assert found.config["text_config"] == CONFIG
+    assert found.processor == {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "min_pixels": 64, "max_pixels": 1024}
+
+
+def test_all_tensors_have_a_place(tower: GgufFile, seeing: Path) -> None:
+    stored = load_file(seeing / "model.safetensors")
+    beginning = "model.visual."
+    shapes = {name.removeprefix(beginning): values.shape for name, values in stored.items() if beginning in name}
+    found = tower_entries(tower)
+    assert found.keys() == shapes.keys()
+    for name, entries in found.items():
+        shape = entries[0].shape
+        assert (shape if len(entries) == 1 else (*shape[:2], len(entries), *shape[2:])) == shapes[name]
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "metadata"),
+    [
+        ({"hidden_size": 64}, TOKENS, {}),
+        ({"model_type": "llama"}, TOKENS, {}),
+        ({"model_type": "no family"}, TOKENS, {}),
+        ({}, TOKENS[:2], {}),
+        ({}, TOKENS, {"general.architecture": "qwen35"}),
+        ({}, TOKENS, {"clip.projector_type": "pixtral"}),
+        ({}, TOKENS, {"clip.vision.is_deepstack_layers": [False, True]}),
+    ],
+)
+def test_another_tower_is_not_used(
+    tower: GgufFile, config: dict[str, Any], tokens: list[str], metadata: dict[str, Any]
+) -> None:
+    tower.metadata |= metadata
+    assert settings_of(tower, CONFIG | config, tokens) is None
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"clip.vision.block_count": 0}, "block_count is 0"),
+        ({"clip.vision.patch_size": "x"}, "patch_size is x"),
+        ({"clip.vision.image_mean": [0.5, "x", 0.5]}, "colours"),
+        ({"clip.vision.image_std": 7}, "colours"),
+    ],
+)
+def test_damaged_settings_are_a_sentence(tower: GgufFile, metadata: dict[str, Any], said: str) -> None:
+    tower.metadata |= metadata
+    with pytest.raises(ModelError, match=said):
+        settings_of(tower, CONFIG, TOKENS)
+
+
+def test_a_missing_tensor_is_a_sentence(tower: GgufFile) -> None:
+    del tower.tensors["v.patch_embd.weight.1"]
+    with pytest.raises(ModelError, match=r"no tensor v\.patch_embd\.weight\.1"):
+        tower_entries(tower)

@@ -1,0 +1,73 @@
+"""Writes the vision tower of a tiny Qwen 3.5 as a GGUF file, the way llama.cpp's converter lays it out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from gguf import MODEL_ARCH, MODEL_TENSOR, TENSOR_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.constants import VisionProjectorType
+from gguf.quants import quantize
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+Floats = NDArray[np.float32]
+
+
+def write_tiny_tower(
+    path: Path, seeing: Path, kind: GGMLQuantizationType = GGMLQuantizationType.F32, *, width: int | None = None
+) -> Path:
+    """The tower of the model in the folder ``seeing`` as ``path``, its matrices in ``kind``. ``width``: what it says of
+    the language model's width, if that is another."""
+    vision = json.loads((seeing / "config.json").read_text())["vision_config"]
+    writer = GGUFWriter(path, "clip")
+    writer.add_type("mmproj")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(VisionProjectorType.QWEN3VL)
+    writer.add_vision_projection_dim(width or vision["out_hidden_size"])
+    writer.add_vision_patch_size(vision["patch_size"])
+    writer.add_vision_embedding_length(vision["hidden_size"])
+    writer.add_vision_feed_forward_length(vision["intermediate_size"])
+    writer.add_vision_block_count(vision["depth"])
+    writer.add_vision_head_count(vision["num_heads"])
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    writer.add_vision_image_size(int(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"])
+    size = json.loads((seeing / "preprocessor_config.json").read_text())["size"]
+    writer.add_vision_min_pixels(size["shortest_edge"])
+    writer.add_vision_max_pixels(size["longest_edge"])
+    writer.add_vision_image_mean([0.5, 0.5, 0.5])
+    writer.add_vision_image_std([0.5, 0.5, 0.5])
+    writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
+    writer.add_vision_use_gelu(True)
+    writer.add_vision_is_deepstack_layers([False] * vision["depth"])
+    for name, values in _tensors(seeing, vision["depth"]):
+        packed = kind if values.ndim > 1 and values.shape[-1] % 32 == 0 else GGMLQuantizationType.F32
+        writer.add_tensor(name, quantize(values, packed), raw_dtype=packed)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:
+    known = get_tensor_name_map(MODEL_ARCH.MMPROJ, depth)
+    own = {
+        "visual.merger.norm": TENSOR_NAMES[MODEL_TENSOR.V_POST_NORM],
+        "visual.merger.linear_fc1": TENSOR_NAMES[MODEL_TENSOR.V_MMPROJ].format(bid=0),
+        "visual.merger.linear_fc2": TENSOR_NAMES[MODEL_TENSOR.V_MMPROJ].format(bid=2),
+    }
+    for name, values in load_file(seeing / "model.safetensors").items():
+        if not name.startswith("model.visual."):
+            continue
+        stem, _, end = name.removeprefix("model.").rpartition(".")
+        here = own.get(stem) or known.get_name(stem)
+        assert here is not None, name
+        if values.ndim == 5:
+            first, second = values[:, :, 0], values[:, :, 1]
+            yield f"{here}.{end}", np.ascontiguousarray(first, np.float32)
+            yield f"{here}.{end}.1", np.ascontiguousarray(second, np.float32)
+        else:
+            yield f"{here}.{end}", values.astype(np.float32)
