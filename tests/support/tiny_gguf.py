@@ -73,6 +73,7 @@ ARCHITECTURES = {
     "granitemoeshared": "granitemoe",
     "nemotron_h": "nemotron_h_moe",
     "nemotron_h_dense": "nemotron_h",
+    "nemotron_h_latents": "nemotron_h_moe",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -700,10 +701,12 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes["hidden_size_per_layer_input"] = 256
     if family.startswith("nemotron_h"):
         sizes |= {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 32}
-    if family == "nemotron_h":  # whose files have networks or experts
+    if family in ("nemotron_h", "nemotron_h_latents"):  # whose files have networks or experts
         sizes["layer_types"] = ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
         sizes |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 256}
         sizes |= {"moe_intermediate_size": 256, "intermediate_size": 256}
+    if family == "nemotron_h_latents":
+        sizes["moe_latent_size"] = 256
     if family in ("qwen3_5_moe_text", "qwen3_next"):
         sizes |= {"num_experts": 4, "moe_intermediate_size": 256}
     return sizes

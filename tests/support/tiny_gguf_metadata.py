@@ -111,6 +111,8 @@ def write_metadata(
         writer.add_expert_shared_feed_forward_length(shared)
     if architecture == "nemotron_h_moe":
         writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        if config.get("moe_latent_size"):
+            writer.add_moe_latent_size(config["moe_latent_size"])
     if architecture == "granitemoe" and config.get("shared_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     if architecture == "hy_v3":

@@ -44,12 +44,14 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "flex_olmo",
     "granitemoeshared",
     "nemotron_h",
+    "nemotron_h_latents",
 )
 _KINDS_OF_FAMILIES = {
     "gemma4_dense": "gemma4_text",
     "gemma4_e2b": "gemma4_text",
     "granitemoehybrid_dense": "granitemoehybrid",
     "nemotron_h_dense": "nemotron_h",
+    "nemotron_h_latents": "nemotron_h",
 }
 """Further tiny models of families that have several kinds of them."""
 TINY_DENSE_FAMILIES: tuple[str, ...] = (
@@ -157,6 +159,14 @@ _NEMOTRON_H: dict[str, Any] = {
     "chunk_size": 8,
 }
 """Layers of one part each."""
+_NEMOTRON_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 1.5,
+    "n_group": 2,
+}
 
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -389,13 +399,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid_dense": {**_GRANITE_HYBRID, "num_local_experts": 0, "tie_word_embeddings": True},
     "nemotron_h": {
         **_NEMOTRON_H,
+        **_NEMOTRON_EXPERTS,
         "layer_types": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "moe_shared_expert_intermediate_size": 56,
-        "routed_scaling_factor": 1.5,
-        "n_group": 2,
+    },
+    "nemotron_h_latents": {
+        **_NEMOTRON_H,
+        **_NEMOTRON_EXPERTS,
+        "layer_types": ["linear_attention", "moe", "full_attention", "moe"],
+        "moe_latent_size": 24,
     },
     "nemotron_h_dense": {
         **_NEMOTRON_H,

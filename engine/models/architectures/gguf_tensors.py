@@ -18,7 +18,7 @@ from engine.models.architectures.families import (
 from engine.models.architectures.gguf_architectures import tensor_of
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
 from engine.models.architectures.layer_rules import NETWORKS
-from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MoeRecord, renamed, switched
+from engine.models.architectures.record import LATENTS, DecoderRecord, Family, GgufRecord, MoeRecord, renamed, switched
 from engine.models.formats.gguf_file import GgufFile, GgufTensor, UnreadableFormat
 from engine.models.formats.number_formats import GGML_TYPES, stored_bytes
 from engine.models.formats.safetensors_files import TensorEntry
@@ -216,6 +216,27 @@ def _feed_forward(
     yield NamedTensor.whole(source.format("down"), f"{prefix}down_proj.weight", (hidden, ffn))
 
 
+def _router(
+    gguf: GgufFile, moe: MoeRecord, config: Mapping[str, Any], count: int, here: str, target: str
+) -> Iterator[NamedTensor]:
+    """What chooses from ``count`` experts and weighs them, without its bias, and the latents that they read."""
+    assert moe.router is not None
+    hidden = config["hidden_size"]
+    yield NamedTensor.whole(here + "ffn_gate_inp.weight", target + moe.router.names[0], (count, hidden))
+    if moe.router.correction:
+        shape = (1, count) if moe.router.correction_of_one_row else (count,)
+        name = here + "exp_probs_b" if here + "exp_probs_b" in gguf.tensors else here + "exp_probs_b.bias"
+        yield NamedTensor.whole(name, target + moe.router.correction, shape)
+    if moe.router.norm:
+        yield NamedTensor.whole(here + "ffn_gate_inp.scale", target + moe.router.norm, (hidden,))
+    if moe.router.expert_scale:
+        yield NamedTensor.whole(here + "ffn_down_exps.scale", target + moe.router.expert_scale, (count,))
+    width = config.get(moe.latent_key)
+    if width is not None:
+        for short, name, shape in zip(("down", "up"), LATENTS, ((width, hidden), (hidden, width)), strict=True):
+            yield NamedTensor.whole(f"{here}ffn_latent_{short}.weight", target + name, shape)
+
+
 def _experts(
     gguf: GgufFile,
     family: Family,
@@ -226,17 +247,8 @@ def _experts(
     target: str,
 ) -> Iterator[NamedTensor]:
     assert moe.router is not None
-    router = moe.router.names[0]
-    hidden, count, ffn = routed.hidden, routed.count, routed.ffn
-    yield NamedTensor.whole(here + "ffn_gate_inp.weight", target + router, (count, hidden))
-    if moe.router.correction:
-        shape = (1, count) if moe.router.correction_of_one_row else (count,)
-        name = here + "exp_probs_b" if here + "exp_probs_b" in gguf.tensors else here + "exp_probs_b.bias"
-        yield NamedTensor.whole(name, target + moe.router.correction, shape)
-    if moe.router.norm:
-        yield NamedTensor.whole(here + "ffn_gate_inp.scale", target + moe.router.norm, (hidden,))
-    if moe.router.expert_scale:
-        yield NamedTensor.whole(here + "ffn_down_exps.scale", target + moe.router.expert_scale, (count,))
+    hidden, width, count, ffn = config["hidden_size"], routed.hidden, routed.count, routed.ffn
+    yield from _router(gguf, moe, config, count, here, target)
     if moe.shared == "network":
         for source, name in (
             ("pre_ffw_norm_2", "pre_feedforward_layernorm_2"),
@@ -244,7 +256,7 @@ def _experts(
             ("post_ffw_norm_2", "post_feedforward_layernorm_2"),
         ):
             yield NamedTensor.whole(f"{here}{source}.weight", f"{target}{name}.weight", (hidden,))
-    shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
+    shapes = {"gate": (ffn, width), "up": (ffn, width), "down": (width, ffn)}
     if family.activation == "squared":
         del shapes["gate"]
     if here + "ffn_gate.0.weight" in gguf.tensors:  # files of before 2024 have one tensor for each expert
@@ -254,12 +266,12 @@ def _experts(
                 yield NamedTensor.whole(f"{here}ffn_{short}.{expert}.weight", name, shape)
     else:
         fused = here + "ffn_gate_up_exps.weight" in gguf.tensors
-        stacked = {"gate_up": (2 * ffn, hidden), "down": shapes["down"]} if fused else shapes
+        stacked = {"gate_up": (2 * ffn, width), "down": shapes["down"]} if fused else shapes
         for short, shape in stacked.items():
             name = f"ffn_{short}_exps.weight"
             yield NamedTensor.whole(here + name, target + name, (count, *shape))
     if moe.router.bias:
-        bias = target + router.removesuffix("weight") + "bias"
+        bias = target + moe.router.names[0].removesuffix("weight") + "bias"
         yield NamedTensor.whole(here + "ffn_gate_inp.bias", bias, (count,))
         for short, (rows, _) in shapes.items():
             name = f"ffn_{short}_exps.bias"

@@ -59,6 +59,10 @@ class ExpertTensor:
 Layout = tuple[ExpertTensor, ...]
 
 
+LATENTS = ("mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight")
+"""Names within a layer of the projections of the hidden state to the latents that experts read, and back."""
+
+
 @dataclass(frozen=True)
 class RouterRecord:
     """How a layer chooses and weighs a token's experts."""
@@ -117,7 +121,8 @@ class MoeRecord:
     ffn_key: str = "intermediate_size"
     """Setting of the inner size of an expert."""
     latent_key: str = ""
-    """Setting of the size to which what experts read is projected, null without; empty: none (nemotron_h)."""
+    """Setting of the width of latents that experts read in place of the hidden state, null without; empty: none
+    (nemotron_h)."""
     published_mxfp4: bool = False
     """Whether its authors publish the experts in MXFP4."""
 

@@ -182,6 +182,11 @@ def first_place(experts: Experts) -> ExpertPlace:
     return experts.place(*(first_held(experts) or (experts.layers[0], 0)))
 
 
+def width_of(experts: Experts) -> int:
+    """Numbers that an expert reads of a token: a hidden state, or a latent."""
+    return first_place(experts).matrices["gate"].shape[1]
+
+
 def whole_bytes(experts: Experts) -> int:
     """Bytes of all routed experts of the model, also of those that a shard lacks; those of a layer are alike."""
     return experts.count * sum(experts.place(layer, 0).weight_bytes for layer in experts.layers)

@@ -16,8 +16,8 @@ from engine.runtimes.protocol import LoadedWeights
 class NodeExperts(LoadedWeights):
     """See :class:`engine.cluster.central.ExpertRunner`. One thread at a time.
 
-    ``width``: numbers of a hidden state; ``notices``: what the person should know of how they were loaded; ``experts``:
-    where they lie, if in mapped files.
+    ``width``: numbers of what the experts read of a token; ``notices``: what the person should know of how they were
+    loaded; ``experts``: where they lie, if in mapped files.
     """
 
     def __init__(

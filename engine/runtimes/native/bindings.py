@@ -103,6 +103,8 @@ class TrunkLayer(ctypes.Structure):
         ("value", Matrix),
         ("router", Matrix),
         ("shared_gate", Matrix),
+        ("narrow", Matrix),
+        ("widen", Matrix),
         ("attention_norm", ctypes.c_void_p),
         ("ffn_norm", ctypes.c_void_p),
         ("query_norm", ctypes.c_void_p),

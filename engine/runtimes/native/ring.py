@@ -44,7 +44,7 @@ class RingTrunk:
         self._backend = backend
         self._layers = layers
         self._top_k = shape.top_k
-        self._width = shape.hidden
+        self._width = shape.latents or shape.hidden
         self._scales_input = shape.routing.scales_input
         self._native = native()
         self._cut = Cut()

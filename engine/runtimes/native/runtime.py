@@ -16,7 +16,7 @@ from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import native_copies, weights_name
-from engine.models.formats.model_files import Experts, ModelFiles, StoredTensor, one_of_each, whole_weights
+from engine.models.formats.model_files import Experts, ModelFiles, StoredTensor, one_of_each, whole_weights, width_of
 from engine.models.formats.number_formats import BLOCKS, is_grouped, is_packed
 from engine.moe.executor import RingExecutor
 from engine.moe.expert_parallel import RankContext
@@ -118,12 +118,11 @@ class NativeRuntime(Runtime):
         choice = choose(compute_dtype(files, request))
         if not choice.native:
             raise ModelError(f"The native kernels cannot be used: {choice.reason}; choose the runtime torch.")
-        width = int(files.config["hidden_size"])
         gate, pool = read_gate(files.config), shared_pool(_threads(request))
         with unchanged(files.mapped_files):
             repacked = files.repack(progress, held_in(experts, context), trunk=False)
         backend = open_backend(experts, context, gate, choice, pool)
-        return NodeExperts(backend, width, _in_ring(choice, context), experts, repacked)
+        return NodeExperts(backend, width_of(experts), _in_ring(choice, context), experts, repacked)
 
 
 def _threads(request: Load) -> int:

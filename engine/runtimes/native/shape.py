@@ -30,6 +30,7 @@ from engine.models.architectures.record import (
     Family,
     HeadNorm,
     MambaSizes,
+    MoeRecord,
     Norms,
     QueryGrowth,
     RouterRecord,
@@ -186,6 +187,8 @@ class Shape:
     chunked: bool
     """Whether a layer with a window sees the tokens from the last multiple of its size on."""
     moe_layers: tuple[int, ...]
+    latents: int
+    """Width of what routed experts read in place of the hidden state; 0: that."""
     top_k: int
     routing: Routing
     head_norm: HeadNorm
@@ -304,6 +307,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         windows=tuple(decoder.windows(config, layers)),
         chunked=decoder.chunked,
         moe_layers=moe_layers,
+        latents=_read_latents(config, moe) if moe_layers else 0,
         top_k=_top_k(config) if moe_layers else 0,
         routing=_read_routing(config, router) if moe_layers and router is not None else Routing(),
         head_norm=decoder.head_norm if switched(decoder.head_norm_setting or True, config) else "none",
@@ -342,6 +346,12 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         convolution=_read_convolution(config, layers) if decoder.mixer == "convolution" else None,
         names=decoder.names,
     )
+
+
+def _read_latents(config: Mapping[str, Any], moe: MoeRecord | None) -> int:
+    if moe is None or config.get(moe.latent_key) is None:
+        return 0
+    return whole_number(config, moe.latent_key)
 
 
 def _top_k(config: Mapping[str, Any]) -> int:
@@ -554,8 +564,8 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     decoder, activation = family.decoder, _activation(config)
     if activation not in _kernels(family) and not _is_clamped(family):
         return f"the activation {shown(activation)} has no kernel"
-    if family.moe is not None and config.get(family.moe.latent_key) is not None:
-        return "its experts read latents"
+    if family.moe is not None and config.get(family.moe.latent_key) is not None and config.get("mlp_bias"):
+        return "the projections of the latents that its experts read have biases"
     if reason := _unsupported_mixer(config, decoder, activation):
         return reason
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):

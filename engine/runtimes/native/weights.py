@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError, damaged
-from engine.models.architectures.record import renamed
+from engine.models.architectures.record import LATENTS, renamed
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.formats.number_formats import fp8_side, is_packed
 from engine.moe.kernels.bindings import ACTIVATIONS, FORMATS, CActivation, KernelChoice, Matrix, load
@@ -524,6 +524,10 @@ class TrunkWeights:
         layer.router = self._tensors.exact(names, experts.count, shape.hidden)
         if shape.router_bias:
             layer.router_bias = self._tensors.vector(names[0].removesuffix("weight") + "bias", experts.count)
+        if shape.latents:
+            narrow, widen = (prefix + name for name in LATENTS)
+            layer.narrow = self._tensors.matrix([narrow], shape.latents, shape.hidden)
+            layer.widen = self._tensors.matrix([widen], shape.hidden, shape.latents)
         if not self._in_ring:
             routed = layer_experts(experts, index, shape.gate, self._choice)
             self._experts.append(routed)

@@ -17,7 +17,7 @@ from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import sizes_of, weights_name
-from engine.models.formats.model_files import Experts, ModelFiles, whole_weights
+from engine.models.formats.model_files import Experts, ModelFiles, whole_weights, width_of
 from engine.moe.executor import Executor, LocalExecutor, RingExecutor
 from engine.moe.expert_parallel import RankContext
 from engine.moe.held import held_by, held_in
@@ -163,7 +163,7 @@ class TorchRuntime(Runtime):
         if isinstance(backend, HybridBackend) and room is not None:
             with closed_on_failure(backend):
                 lines += open_cache(backend, room, files, request, experts_per_token(skeleton.places), progress)
-        return NodeExperts(backend, int(skeleton.config.hidden_size), backend.description, held, lines)
+        return NodeExperts(backend, width_of(experts), backend.description, held, lines)
 
 
 def small_model(skeleton: Skeleton, request: Load, module: nn.Module) -> TorchModel:

@@ -92,7 +92,7 @@ def alone(folder: Path, runtime: str, dtype: str = "float32") -> list[Logits]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", ["native", "off"])
-@pytest.mark.parametrize("family", ["mixtral", "llama4_text", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text", "deepseek_v3", "gpt_oss", "nemotron_h_latents"])
 def test_like_nodes_answer_as_the_head_alone_to_the_bit(
     family: str, kernels: str, dtype: str, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ FAMILIES = (
     "granitemoeshared",
     "nemotron_h",
     "nemotron_h_dense",
+    "nemotron_h_latents",
 )
 GGUF_FAMILIES = tuple(family for family in FAMILIES if family in ARCHITECTURES)
 """Those of them whose GGUF files run."""

@@ -70,7 +70,7 @@ REGULAR = ["linear_attention", "linear_attention", "linear_attention", "full_att
 NOT_ON_MLX = (
     *("minimax", "llama4_text", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe"),
     *("hy_v3", "flex_olmo", "granitemoeshared"),
-    *("nemotron_h", "nemotron_h_dense"),
+    *("nemotron_h", "nemotron_h_dense", "nemotron_h_latents"),
 )
 
 NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,), prepared_only=PREPARED_ONLY)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.errors import ModelError
 from engine.models.architectures import gguf_mamba
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.gguf_metadata import Metadata
@@ -49,7 +48,6 @@ _OLDER = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
 }
-_LATENT = "moe_latent_size"
 
 
 def _renamed(config: Config) -> dict[str, Any]:
@@ -77,11 +75,6 @@ def _moe_layers(config: Config, layers: int) -> list[int]:
 
 
 def _settings(metadata: Metadata) -> dict[str, Any]:
-    """Raises ModelError for numbers that are missing or impossible, or latents of experts."""
-    if metadata.has("moe_latent_size"):
-        raise ModelError(
-            f"{metadata.file.path} projects what experts read to latents, which is not supported; use another model."
-        )
     layers = metadata.number("block_count") - metadata.number("nextn_predict_layers", 0)
     heads, widths = (metadata.each_layer(key)[:layers] for key in ("attention.head_count_kv", "feed_forward_length"))
     sizes, experts = gguf_mamba.sizes(metadata), metadata.number("expert_count", 0)
@@ -114,6 +107,7 @@ def _expert_settings(metadata: Metadata) -> dict[str, Any]:
         "routed_scaling_factor": metadata.short_real("expert_weights_scale", 1.0),
         "n_group": metadata.number("expert_group_count", 1),
         "topk_group": metadata.number("expert_group_used_count", 1),
+        "moe_latent_size": metadata.number("moe_latent_size") if metadata.has("moe_latent_size") else None,
     }
 
 
@@ -175,7 +169,7 @@ FAMILIES = (
             layers=_moe_layers,
             count_key="n_routed_experts",
             ffn_key="moe_intermediate_size",
-            latent_key=_LATENT,
+            latent_key="moe_latent_size",
         ),
         unused=("mtp.",),
         gguf=GgufRecord(

@@ -563,6 +563,23 @@ static void end_normed(walk *w, const pllm_trunk_layer *layer, int64_t index, co
     }
 }
 
+/* What the routed experts of `layer` read, of all rows. */
+static const float *narrowed(walk *w, const pllm_trunk_layer *layer) {
+    if (!layer->narrow.data) return w->normed;
+    fill_input(w, w->normed, &layer->narrow);
+    project(w, &layer->narrow, w->job->narrow, layer->narrow.rows);
+    barrier(w);
+    return w->job->narrow;
+}
+
+/* The experts' weighted sum to job->out. */
+static void widened(walk *w, const pllm_trunk_layer *layer) {
+    if (!layer->widen.data) return;
+    fill_input(w, w->job->narrow_sum, &layer->widen);
+    project(w, &layer->widen, w->job->out, layer->widen.rows);
+    barrier(w);
+}
+
 /* From the second norm to the experts' weighted sum in job->out, or to the routes if the pass is cut there; 0 then. */
 static int feed_forward(walk *w, int64_t index) {
     const trunk_job *job = w->job;
@@ -576,6 +593,8 @@ static int feed_forward(walk *w, int64_t index) {
     mark(w, index, PLLM_OTHER);
     int32_t *indices = w->few ? w->own.indices : job->indices;
     float *weights = w->few ? w->own.weights : job->weights;
+    const float *hidden = w->normed;
+    float *sum = layer->widen.data ? job->narrow_sum : job->out;
     if (layer->router.data) {
         if (layer->shared && !job->cut) shared_expert(w, index);
         const int beside = layer->norms && layer->norms->experts;
@@ -583,8 +602,9 @@ static int feed_forward(walk *w, int64_t index) {
         route(w, layer, indices, weights);
         if (beside) norm_again(w, layer->norms->experts);
         mark(w, index, PLLM_ROUTER);
+        hidden = narrowed(w, layer);
         if (job->cut) {
-            if (w->thread == 0) *job->cut = (pllm_cut){w->normed, indices, weights, job->out, w->rows, index};
+            if (w->thread == 0) *job->cut = (pllm_cut){hidden, indices, weights, sum, w->rows, index};
             return 0;
         }
         /* A prompt uses nearly all experts, and perhaps more than memory holds at once. */
@@ -593,8 +613,9 @@ static int feed_forward(walk *w, int64_t index) {
         for (int64_t row = share_start(w); row < share_end(w); row++) weights[row] = 1, indices[row] = 0;
     }
     if (!w->few) barrier(w);
-    run_experts(w, layer->experts, w->normed, indices, weights, layer->router.data ? job->trunk->top_k : 1,
-                layer->router.data && job->trunk->scale_input, job->out, layer->router.data ? layer->counts : NULL);
+    run_experts(w, layer->experts, hidden, indices, weights, layer->router.data ? job->trunk->top_k : 1,
+                layer->router.data && job->trunk->scale_input, sum, layer->router.data ? layer->counts : NULL);
+    widened(w, layer);
     mark(w, index, layer->router.data ? PLLM_EXPERTS : PLLM_OTHER);
     return 1;
 }
@@ -655,6 +676,8 @@ static void region(int thread, int threads, void *argument) {
     if (pass->first_layer == 0) embed(&w);
     if (pass->first_layer == 0 && trunk->own_width) embed_own(&w);
     mark(&w, 0, -1);
+    /* A pass that was cut goes on behind the routed experts. */
+    if (job->cut && pass->first_layer > 0) widened(&w, trunk->layers + pass->first_layer - 1);
     for (int64_t i = pass->first_layer; i < pass->last_layer; i++) {
         if (i > job->last_kept && !pass->logits) return;
         add_layer(&w, i, trunk->layers[i].attention_norm);

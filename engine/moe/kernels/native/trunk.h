@@ -119,6 +119,8 @@ typedef struct pllm_trunk_layer {
     pllm_matrix value;       /* data NULL: values are the keys before they are normed and rotated */
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
     pllm_matrix shared_gate; /* [1, hidden]: its sigmoid scales the shared expert; data NULL: nothing does */
+    pllm_matrix narrow;      /* [width, hidden]: what the routed experts read of the hidden state; data NULL: all of it */
+    pllm_matrix widen;       /* [hidden, width]: from their weighted sum to the hidden state, where they have `narrow` */
     const float *attention_norm, *ffn_norm; /* [hidden]; NULL: the part reads the hidden state as it is */
     const float *query_norm, *key_norm;     /* [width] or the whole projection; NULL: none here */
     const float *value_norm;                /* [width], of each head; or NULL */
@@ -225,10 +227,10 @@ typedef struct pllm_pass {
 
 /* Where a pass stopped before the routed experts of `layer`. The addresses lie in the pass's workspace. */
 typedef struct pllm_cut {
-    const float *hidden;    /* [rows, hidden]: what the experts read */
+    const float *hidden;    /* [rows, hidden, or narrow.rows]: what the experts read */
     const int32_t *indices; /* [rows, top_k] */
     const float *weights;   /* [rows, top_k] */
-    float *sum;             /* [rows, hidden]: where the experts' weighted sum is to be put */
+    float *sum;             /* [rows, the same]: where the experts' weighted sum is to be put */
     int64_t rows;           /* positions that go on from here */
     int64_t layer;          /* -1: the pass did not stop, all its layers were run */
 } pllm_cut;
@@ -241,8 +243,8 @@ PLLM_API size_t pllm_trunk_bytes(const pllm_trunk *trunk, const pllm_pass *pass,
    `stop` ended it; what it would have written means nothing, and the pass cannot go on. */
 PLLM_API int pllm_trunk_run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass);
 /* The same up to the routes of the first of these layers that has a router; `cut` says which. The pass goes on with
-   first_layer = cut->layer + 1, once `sum` is filled and pllm_trunk_shared was called; with first_layer = last_layer =
-   layer_count only the logits are left. */
+   first_layer = cut->layer + 1, in a call of this function, once `sum` is filled and pllm_trunk_shared was called; with
+   first_layer = last_layer = layer_count only the logits are left. */
 PLLM_API int pllm_trunk_to_routes(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass, pllm_cut *cut);
 /* The shared expert of `layer`, at whose routes the pass stopped; nothing where there is none. */
 PLLM_API int pllm_trunk_shared(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass, int64_t layer);

@@ -67,6 +67,7 @@ typedef struct trunk_job {
     float *own_input; /* [positions, layers, own_width]: every layer's own embedding of each token */
     float *gated;     /* [positions, own_width] */
     float *h, *normed, *qkv, *attended, *out, *shared_out, *router, *weights, *shared_weights;
+    float *narrow, *narrow_sum; /* [positions, narrow.rows]: what experts read, and their weighted sum, where they have such */
     float *latent_rows;    /* [positions, latent_stride]: results of pllm_latent's down, and of the first matrix of queries */
     float *latent_rank;    /* [positions, latent_rank]: those of query_down, normed */
     float *latent_queries; /* [positions, heads * (plain + rotated)]; without query_down they are in latent_rows */

@@ -45,6 +45,14 @@ static void experts_bytes(const trunk_job *job, size_t *own, size_t *shared) {
     }
 }
 
+/* Numbers that routed experts read of a narrowed hidden state, at most. */
+static int64_t narrow_most(const pllm_trunk *trunk) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < trunk->layer_count; i++)
+        if (trunk->layers[i].narrow.data) most = MAX(most, trunk->layers[i].narrow.rows);
+    return most;
+}
+
 static int has_norms(const pllm_trunk *trunk) { return trunk->layers[0].norms != NULL; }
 
 static int64_t widest_head(const pllm_trunk *trunk) {
@@ -72,7 +80,7 @@ static int64_t joined_most(const pllm_trunk *trunk) {
 /* Columns of the widest matrix that reads job->input or a thread's own. */
 static int64_t widest_input(const pllm_trunk *trunk) {
     const int64_t latent = MAX(trunk->latent_rank, trunk->heads * trunk->latent_values);
-    return MAX(MAX(trunk->hidden, joined_most(trunk)), MAX(latent, trunk->own_width));
+    return MAX(MAX(MAX(trunk->hidden, joined_most(trunk)), MAX(latent, trunk->own_width)), narrow_most(trunk));
 }
 
 size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
@@ -173,6 +181,8 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     job->attended = take(&at, positions * joined_most(trunk), 4);
     job->out = take(&at, positions * trunk->hidden, 4);
     job->shared_out = take(&at, positions * trunk->hidden, 4);
+    job->narrow = take(&at, positions * narrow_most(trunk), 4);
+    job->narrow_sum = take(&at, positions * narrow_most(trunk), 4);
     job->router = take(&at, FEW_LIMIT * expert_count(trunk), 4);
     job->weights = take(&at, positions * k, 4);
     job->shared_weights = take(&at, positions, 4);

@@ -39,16 +39,26 @@ def share_of(folder: Path, placement: Placement, rank: int, at: Path, trunk: boo
     return send(store, folder, offer_part(folder, held, trunk)).folder
 
 
-@pytest.mark.parametrize("runtime", ["torch", "mlx", "native"])
-def test_central_nodes_need_no_trunk(runtime: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "family", "width"),
+    [
+        *((runtime, "mixtral", 48) for runtime in ("torch", "mlx", "native")),
+        *((runtime, "nemotron_h_latents", 24) for runtime in ("torch", "native")),
+    ],
+)
+def test_central_nodes_need_no_trunk(
+    runtime: str, family: str, width: int, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
     if runtime == "mlx":
         pytest.importorskip("mlx_lm")
-    folder = tiny_model("mixtral")
-    placement = placed((0, 1, 2), 8, 2)
+    folder = tiny_model(family)
+    layers = experts_of(folder).layers
+    placement = placed(layers, 8, 2)
     share = share_of(folder, placement, 1, tmp_path, trunk=False)
     request = Load(id=1, model=folder.name, dtype="float32", cpu_threads=1)
     runner = load_experts(runtime, share, request, RankContext("e", 1, placement, "central"), quiet)
-    whole = load_experts("torch", folder, request, RankContext("e", 0, placed((0, 1, 2), 8, 1), "central"), quiet)
+    whole = load_experts("torch", folder, request, RankContext("e", 0, placed(layers, 8, 1), "central"), quiet)
+    assert runner.width == width
     hidden = np.random.default_rng(1).normal(size=(3, runner.width)).astype(np.float32)
     assert placement.held(1, 1) == (0, 2, 4, 6)
     indices = np.array([[0, -1], [2, 4], [-1, 6]], np.int32)

@@ -162,6 +162,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {"layer_types": ["moe", "full_attention", "linear_attention", "moe", "mlp"], "num_key_value_heads": 1},
     ),
+    "wide latents of experts, of which the last layer has some": (
+        "nemotron_h_latents",
+        {"moe_latent_size": 200, "layer_types": ["moe", "linear_attention", "full_attention", "moe", "moe"]},
+    ),
     "attention last": ("nemotron_h", {"layer_types": ["mlp", "linear_attention", "moe", "full_attention"]}),
     "delta-nets by key head": ("qwen3_next", {"linear_num_value_heads": 2, "norm_topk_prob": False}),
     "biases of all matrices of Seed-OSS": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),

@@ -92,7 +92,12 @@ def test_a_gpu_that_is_asked_for_is_not_left_idle(mixtral: Path, monkeypatch: py
         ("qwen3_5_text", {"hidden_act": "gelu"}, {}, "its delta-nets have the activation gelu"),
         ("granitemoehybrid", {"mamba_proj_bias": True}, {}, "the projections of its Mamba-2 layers have biases"),
         ("nemotron_h", {"use_bias": True}, {}, "the projections of its Mamba-2 layers have biases"),
-        ("nemotron_h", {"moe_latent_size": 24}, {}, "its experts read latents"),
+        (
+            "nemotron_h",
+            {"moe_latent_size": 24, "mlp_bias": True},
+            {},
+            "the projections of the latents that its experts read have biases",
+        ),
         ("nemotron_h_dense", {"mlp_hidden_act": "silu"}, {}, "the activation silu has no kernel"),
         ("granitemoehybrid", {"hidden_act": "gelu"}, {}, "its Mamba-2 layers have another activation than silu"),
         ("granitemoehybrid", {"mamba_d_conv": 17}, {}, "its convolutions are over 17 tokens, and the most is 16"),
