@@ -20,7 +20,7 @@ def unseen(attachments: Sequence[Attachment], facts: ModelFacts | None) -> str:
             continue
         name = one_line(attachment.name)
         if facts.sight is None:
-            return f"{facts.name} sees no pictures: leave {name} out, or choose a model that sees them with /model."
+            return f"{facts.name} sees no pictures: leave {name} out, or {facts.way_to_see}."
         try:
             facts.sight.grid(attachment.picture.height, attachment.picture.width)
         except ModelError as error:

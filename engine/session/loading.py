@@ -106,6 +106,7 @@ def load_session(
         model.facts,
         name=name,
         sight=looking.sight if looking is not None else None,
+        way_to_see=way_out,
         has_chat_template=words is not None and words.has_chat_template,
         has_tokenizer=words is not None,
         reasoning=words.reasoning_facts if words is not None else None,

@@ -206,6 +206,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens of an answer if none is asked for; None: as many as fit."""
     sight: Sight | None = None
     """How the model sees pictures; None if it sees none."""
+    way_to_see: str = "load a model that sees"
+    """What to do so that pictures are seen, as part of a sentence, if the model sees none."""
 
 
 class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from app.attachments.attachment import AttachedPicture, Attachment
@@ -31,8 +32,11 @@ def test_a_picture_has_its_pixels_and_a_text_its_bytes() -> None:
 def test_a_model_that_sees_nothing_is_said_with_what_to_do() -> None:
     assert unseen([TEXT], FACTS) == unseen([picture("a.png")], None) == unseen([picture("a.png")], SEEING) == ""
     assert unseen([TEXT, picture("a\x1b[2J.png")], FACTS) == (
-        "starter sees no pictures: leave a.png out, or choose a model that sees them with /model."
+        "starter sees no pictures: leave a.png out, or load a model that sees."
     )
+
+    ring = msgspec.structs.replace(FACTS, way_to_see="load it on this machine alone")
+    assert unseen([picture("a.png")], ring).endswith("leave a.png out, or load it on this machine alone.")
 
 
 def test_a_picture_that_no_grid_takes_is_said() -> None:

@@ -64,7 +64,7 @@ async def test_a_model_that_sees_nothing_is_not_asked_and_the_question_stays(
         chat.controller.submit("what is it?", [RED])
         await chat.answered()
         assert (chat.path[-1].state, chat.path[-1].note) == (
-            "failed", "starter sees no pictures: leave red.png out, or choose a model that sees them with /model.",
+            "failed", "starter sees no pictures: leave red.png out, or load a model that sees.",
         )  # fmt: skip
         assert not asked(engine) and on_disk(store, chat)[0].attachments == (RED,)
         # A model that sees gets it.

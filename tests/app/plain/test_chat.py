@@ -196,7 +196,7 @@ def test_pictures_are_attached_unless_the_model_sees_nothing(
     monkeypatch.chdir(home)
     (home / "a.png").write_bytes(png(320, 128))
     lines = run("What is @a.png")
-    said = "Warning: starter sees no pictures: leave a.png out, or choose a model that sees them with /model."
+    said = "Warning: starter sees no pictures: leave a.png out, or load a model that sees."
     assert said in lines and "Notice: Nothing was sent." in lines and not engine.sent(Generate)
     engine.facts = SEEING
     assert "Attached: a.png, 320×128, 40 tokens" in run("What is @a.png")

@@ -216,7 +216,7 @@ def test_damaged_settings_of_pictures_leave_the_text(opened: Open, tmp_path: Pat
     folder = write_speaking_seeing(tmp_path / "damaged", "qwen3_5")
     (folder / "preprocessor_config.json").write_text('{"patch_size": 7}')
     ask = opened(folder)
-    assert ask.session.facts.sight is None
+    assert ask.session.facts.sight is None and ask.session.facts.way_to_see
     assert any("patch_size is 7" in notice for notice in ask.session.facts.notices)
     assert ask_about(ask, Message("user", "hello")).completion_tokens == 4
     with pytest.raises(ModelError, match="sees none"):

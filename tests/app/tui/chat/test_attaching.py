@@ -185,7 +185,7 @@ async def test_a_model_that_sees_nothing_is_said_before_and_the_question_stays(
         line, prompt = app.chat.query_one(AttachmentLine), app.chat.prompt
         prompt.fill("see @a.png")
         await wait_until(pilot, lambda: line.display)
-        sentence = "starter sees no pictures: leave a.png out, or choose a model that sees them with /model."
+        sentence = "starter sees no pictures: leave a.png out, or load a model that sees."
         assert f"! {sentence}" in str(line.visual) and "a.png 64×32 " in str(line.visual)
         await pilot.press("enter")
         await wait_until(pilot, lambda: sentence in notice(app))
