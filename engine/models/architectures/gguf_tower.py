@@ -47,16 +47,21 @@ class TowerSettings:
     """``preprocessor_config.json``."""
 
 
+def may_see(config: Mapping[str, Any]) -> bool:
+    """Whether a language model of this configuration can have a tower in a GGUF file."""
+    family = FAMILIES.get(config["model_type"])
+    return family is not None and family.whole.startswith("qwen3_5")
+
+
 def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -> TowerSettings | None:
     """The settings of the file ``tower`` beside a model of the configuration ``config`` and the vocabulary ``tokens``.
 
     None if it is a tower of another model, or of a kind that is not known. Raises ModelError if the file is damaged.
     """
     metadata = Metadata(tower)
-    family = FAMILIES.get(config["model_type"])
-    known = tower.metadata.get("general.architecture") == "clip" and family is not None
-    kind = metadata.get("vision.projector_type") or metadata.get("projector_type") if known else None
-    if family is None or kind != "qwen3vl_merger" or not family.whole.startswith("qwen3_5"):
+    if tower.metadata.get("general.architecture") != "clip" or not may_see(config):
+        return None
+    if (metadata.get("vision.projector_type") or metadata.get("projector_type")) != "qwen3vl_merger":
         return None
     if metadata.number("vision.projection_dim") != config["hidden_size"] or _PLACEHOLDER not in tokens:
         return None
@@ -81,8 +86,12 @@ def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -
     for key in ("min_pixels", "max_pixels"):
         if metadata.has(f"vision.image_{key}"):
             processor[key] = metadata.number(f"vision.image_{key}")
-    placeholder = tokens.index(_PLACEHOLDER)
-    whole = {"model_type": family.whole, "image_token_id": placeholder, "vision_config": vision, "text_config": config}
+    whole = {
+        "model_type": FAMILIES[config["model_type"]].whole,
+        "image_token_id": tokens.index(_PLACEHOLDER),
+        "vision_config": vision,
+        "text_config": config,
+    }
     return TowerSettings(whole, processor)
 
 

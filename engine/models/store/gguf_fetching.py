@@ -1,10 +1,11 @@
-"""Downloading one GGUF file of a hub repository, with all its parts if it is split.
+"""Downloading one GGUF file of a hub repository, with all its parts if it is split, and its vision tower.
 
 The header comes first, in a few megabytes: what cannot be run is refused before the weights are fetched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,10 +13,12 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import Cancelled, ModelError
+from engine.models.architectures.gguf_tower import may_see
+from engine.models.folders.model_folder import TOWER
 from engine.models.formats.gguf_file import MOST_HEADER_BYTES, GgufFile, HeaderGoesOn, UnreadableFormat
-from engine.models.formats.gguf_names import GgufChoice, choices_of, listed, matching, recommended
+from engine.models.formats.gguf_names import GgufChoice, choices_of, listed, matching, recommended, tower_among
 from engine.models.store import hub
-from engine.models.store.gguf_folder import WRITTEN_FILES, checked_config, write_settings
+from engine.models.store.gguf_folder import WRITTEN_FILES, checked_config, write_settings, write_tower
 from engine.planning.units import byte_size
 
 if TYPE_CHECKING:
@@ -91,11 +94,23 @@ def fetch_gguf(
         finally:
             if error.kind == "model":  # nothing of it is of use
                 shutil.rmtree(task.folder, ignore_errors=True)
-    task.fetch(files, hub.total_bytes(files))
+    tower = _tower_of(repository, config)
+    task.fetch([*files, *tower], hub.total_bytes([*files, *tower]))
     task.progress("opening the model", 0, 0, "")
     with GgufFile(task.folder / files[0].name) as gguf:
         write_settings(task.folder, gguf, task.should_stop)
-    return {*(file.name for file in files), *WRITTEN_FILES}
+        for file in tower:
+            path = task.folder / file.name
+            with contextlib.suppress(ModelError):  # the model answers without it
+                write_tower(task.folder, gguf, path)
+                path.rename(task.folder / TOWER / file.name)
+    return {*(file.name for file in files), *WRITTEN_FILES, TOWER}
+
+
+def _tower_of(repository: Repository, config: Mapping[str, Any]) -> list[RemoteFile]:
+    """The vision tower beside the model of ``config``, if it has one that runs here."""
+    name = tower_among(repository.files) if may_see(config) else None
+    return [] if name is None else [repository.files[name]]
 
 
 def _another(task: Download, repository: Repository, unreadable: GgufChoice) -> GgufChoice | None:

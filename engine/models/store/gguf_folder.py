@@ -153,7 +153,7 @@ def _link_name(part: Path) -> str:
 
 
 def _add_tower(folder: Path, path: Path) -> None:
-    """Give ``folder`` the vision tower that lies beside ``path``, with what a folder of safetensors would say of it.
+    """Give ``folder`` the vision tower that lies beside ``path``.
 
     A tower that cannot be used is left out: the model answers without it.
     """
@@ -164,16 +164,23 @@ def _add_tower(folder: Path, path: Path) -> None:
         if name is not None and link.is_symlink() and link.readlink() == beside / name:
             return
         shutil.rmtree(home, ignore_errors=True)
-        if name is None:
-            return
-        config = read_object(folder / "config.json", SMALL_FILE)
-        with GgufFile(beside / name) as tower, GgufFile(path) as gguf:
-            settings = settings_of(tower, config, gguf.metadata["tokenizer.ggml.tokens"])
-        if settings is not None:
-            home.mkdir()
+        if name is not None:
+            with GgufFile(path) as gguf:
+                write_tower(folder, gguf, beside / name)
             link.symlink_to(beside / name)
-            write_json(home / "preprocessor_config.json", settings.processor)
-            write_json(home / "config.json", settings.config)
+
+
+def write_tower(folder: Path, gguf: GgufFile, tower: Path) -> None:
+    """Write what a folder of safetensors would say of the file ``tower`` into a folder inside ``folder``, the model
+    folder of ``gguf``. Raises ModelError if it is no tower of this model, and OSError."""
+    home, config = folder / model_folder.TOWER, read_object(folder / "config.json", SMALL_FILE)
+    with GgufFile(tower) as file:
+        settings = settings_of(file, config, gguf.metadata["tokenizer.ggml.tokens"])
+    if settings is None:
+        raise ModelError(f"{tower} is no vision tower of {gguf.path} that runs here.", "bad-input")
+    home.mkdir(exist_ok=True)
+    write_json(home / "preprocessor_config.json", settings.processor)
+    write_json(home / "config.json", settings.config)
 
 
 def _renew_links(folder: Path, path: Path) -> None:

@@ -18,10 +18,13 @@ from engine.models.formats.gguf_file import GgufFile, HeaderGoesOn
 from engine.models.store import downloading, gguf_fetching, local_models
 from engine.models.store.fetching import pull
 from engine.models.text.tokenizer import load_tokenizer
+from engine.pictures.folders import read_sight
 from tests.engine.models.store.loopback_hub import CONFIG, REVISION, LoopbackHub, Repo
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import whole_blocks, write_tiny_gguf
+from tests.support.tiny_gguf_tower import write_tiny_tower
 from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_seeing import write_tiny_seeing
 
 REPO = "someone/M-GGUF"
 EIGHT = "Q8_0/M-Q8_0-0000{}-of-00002.gguf"
@@ -95,6 +98,25 @@ def test_the_file_that_the_tag_names_is_downloaded_and_no_other(hub: LoopbackHub
     assert load_tokenizer(folder).encode("abc")
     requests = len(hub.requests)
     assert pull(f"{REPO}:Q4_K_M", quiet) == folder and len(hub.requests) == requests
+
+
+@pytest.mark.parametrize("kind", ["whole", "another model's", "damaged"])
+def test_a_model_that_can_see_is_downloaded_with_its_tower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    seeing = write_tiny_seeing(tmp_path / "seeing", "qwen3_5")
+    model = write_tiny_gguf(tmp_path / "m.gguf", write_tiny_model(tmp_path / "l", "qwen3_5_text"), "qwen35")
+    width = 64 if kind == "another model's" else None
+    tower = write_tiny_tower(tmp_path / "t.gguf", seeing, GGMLQuantizationType.F16, width=width).read_bytes()
+    tower = tower[:2000] if kind == "damaged" else tower
+    files = {"M-F32.gguf": model.read_bytes(), "mmproj-F16.gguf": tower, "mmproj-F32.gguf": b"GGUF"}
+    with LoopbackHub({REPO: Repo(files, large=set(files))}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.address)
+        folder = pull(f"{REPO}:F32", quiet)
+        assert asked_files(server) == {"M-F32.gguf", "mmproj-F16.gguf"}
+    assert (read_sight(folder) is not None) == (kind == "whole")
+    assert [path.name for path in folder.glob("*.gguf")] == ["M-F32.gguf"]
+    assert load_tokenizer(folder).encode("abc") and open_model(folder).config["model_type"] == "qwen3_5_text"
 
 
 def test_all_parts_of_a_split_file_are_downloaded_side_by_side(hub: LoopbackHub, repo: Repo) -> None:
