@@ -12,10 +12,20 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.architectures.families import check_supported, expert_shape, match_tensor, renamed
 from engine.models.architectures.record import Family
+from tests.support.tiny_experts import experts_apart, experts_together, stored_by_columns
 
 LARGEST = 448.0
 """Largest number of E4M3."""
-KEPT = ("lm_head", "model.embed_tokens", ".embeddings", ".mlp.gate", ".mixer.gate", "shared_expert_gate", "router")
+KEPT = (
+    "lm_head",
+    "model.embed_tokens",
+    ".embeddings",
+    ".mlp.gate",
+    ".mixer.gate",
+    "shared_expert_gate",
+    "router",
+    "router.proj",
+)
 """Ends of the names of modules whose weights stay as they are."""
 
 
@@ -60,7 +70,10 @@ def write_fp8(
     """
     config = renamed(json.loads((source / "config.json").read_text()))
     family = family_of(config)
-    tensors = load_file(source / "model.safetensors")
+    tensors, merged = load_file(source / "model.safetensors"), list[str]()
+    turned = stored_by_columns(family)
+    if turned or strategy != "block":
+        tensors, merged = experts_apart(tensors, turned)
     stored: dict[str, torch.Tensor] = {}
     converted: set[str] = set()
     for name, tensor in tensors.items():
@@ -81,7 +94,8 @@ def write_fp8(
     folder.mkdir(parents=True)
     truth = folder.with_name(folder.name + "-truth")
     truth.mkdir()
-    save_file(tensors, truth / "model.safetensors", metadata={"format": "pt"})
+    whole = experts_together(tensors, merged, turned)
+    save_file(whole, truth / "model.safetensors", metadata={"format": "pt"})
     (truth / "config.json").write_text(json.dumps(config))
     settings: dict[str, Any] = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],

@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.architectures.families import match_tensor
+from tests.support.tiny_experts import Tensors, experts_apart, experts_together, stored_by_columns
 from tests.support.tiny_fp8 import KEPT, family_of, save_in_files
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,8 @@ def write_zero_points(
     """
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     family = family_of(config)
-    tensors = load_file(source / "model.safetensors")
+    turned = stored_by_columns(family)
+    tensors, merged = experts_apart(load_file(source / "model.safetensors"), turned)
     stored: Tensors = {}
     converted: set[str] = set()
     for name, tensor in tensors.items():
@@ -180,7 +180,8 @@ def write_zero_points(
     folder.mkdir(parents=True)
     truth = folder.with_name(folder.name + "-truth")
     truth.mkdir()
-    save_file(tensors, truth / "model.safetensors", metadata={"format": "pt"})
+    whole = experts_together(tensors, merged, turned)
+    save_file(whole, truth / "model.safetensors", metadata={"format": "pt"})
     (truth / "config.json").write_text(json.dumps(config))
     left_out = sorted({name.removesuffix(".weight") for name in tensors} - converted)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": form.settings(left_out)}))

@@ -11,7 +11,7 @@ LAYER = "model.layers.{layer}."
 MLP_EXPERTS = LAYER + "mlp.experts"
 
 
-def per_expert(prefix: str, gate: str, up: str, down: str) -> Layout:
+def per_expert(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Layout:
     """A tensor for each matrix of each expert."""
     names: tuple[tuple[Part, str], ...] = (("gate", gate), ("up", up), ("down", down))
     return tuple(ExpertTensor(f"{prefix}.{{expert}}.{name}.weight", (part,)) for part, name in names)
@@ -50,7 +50,7 @@ GGUF = (
 """Layouts of GGUF files (:mod:`engine.models.architectures.gguf_tensors`); old ones have the experts by name."""
 FUSED_MLP = fused(MLP_EXPERTS + ".")
 """Layout as transformers holds most families in memory, and as some tools write them."""
-BY_NAME = per_expert(MLP_EXPERTS, "gate_proj", "up_proj", "down_proj")
+BY_NAME = per_expert(MLP_EXPERTS)
 QWEN = (BY_NAME, FUSED_MLP, of_mlx(LAYER + "mlp.switch_mlp"), *GGUF)
 MIXTRAL = (
     per_expert(LAYER + "block_sparse_moe.experts", "w1", "w3", "w2"),

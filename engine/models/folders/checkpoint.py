@@ -92,7 +92,8 @@ class Checkpoint:
         self._made: set[Repacking | ScaleTable] = set()
         self._trunk: dict[str, tuple[str, TensorEntry]] = {}
         shape = expert_shape(config, family)
-        collected = _Collected(family, shape, layer_count(config, family), unused_tensors(config, family))
+        method = method_of(config) if schemes(config) else None
+        collected = _Collected(family, shape, layer_count(config, family), unused_tensors(config, family), method)
         for file_name, header in headers.items():
             for name, entry in header.items():
                 if collected.is_trunk(file_name, name, entry):
@@ -100,7 +101,7 @@ class Checkpoint:
                     self._trunk[name] = (file_name, entry)
         self._experts: PlainExperts | None = None
         if shape is not None and shape.layers:
-            self._experts = PlainExperts(collected.finish(folder, config), shape, self._files, shard)
+            self._experts = PlainExperts(collected.finish(folder), shape, self._files, shard)
 
     @property
     def folder(self) -> Path:
@@ -429,12 +430,16 @@ def _packed_places(tensor: ExpertTensor, dtype: str, span: int, shape: ExpertLay
 class _Collected:
     """Sorts a checkpoint's tensors into trunk and experts, and checks that all experts are present."""
 
-    def __init__(self, family: Family, shape: ExpertLayers | None, layers: int, unused: tuple[str, ...]) -> None:
-        """``unused``: beginnings of the names of tensors that are not used."""
+    def __init__(
+        self, family: Family, shape: ExpertLayers | None, layers: int, unused: tuple[str, ...], method: str | None
+    ) -> None:
+        """``unused``: beginnings of the names of tensors that are not used. ``method``: how a tool other than mlx-lm
+        quantised the weights, None if none did."""
         self._family = family
         self._shape = shape
         self._layers = layers
         self._unused = unused
+        self._method = method
         self._sources: _Sources = {}
         self._kinds: dict[tuple[int, Part], dict[str, str]] = {}
         """Storage kinds (a plain format, or ``packed``) of each part of a layer, with the first tensor of that kind."""
@@ -471,6 +476,8 @@ class _Collected:
                 f"{_ranges(shape.layers)}; the files do not belong together: fetch the model again."
             )
         wanted = stored_shape(tensor, shape)
+        if entry.shape != wanted and self._method is not None and entry.dtype in ("I32", "U8"):
+            raise self._stored_otherwise(self._method)
         if entry.shape != wanted:
             raise ModelError(
                 f"{file_name}: tensor {name} has shape {list(entry.shape)}, but config.json asks for {list(wanted)}; "
@@ -487,7 +494,10 @@ class _Collected:
         kind = "packed" if is_packed(entry.dtype) else entry.dtype
         self._kinds.setdefault((layer, tensor.parts[0]), {}).setdefault(kind, name)
 
-    def finish(self, folder: Path, config: Mapping[str, Any]) -> _Sources:
+    def _stored_otherwise(self, method: str) -> ModelError:
+        return refused(f"{method} as it stores experts of the family {self._family.model_type}")
+
+    def finish(self, folder: Path) -> _Sources:
         """The collected sources. Raises ModelError for a missing tensor, or a layer whose experts are stored in several
         plain types. Formats may differ by matrix and by layer, and packed ones by expert too."""
         assert self._shape is not None
@@ -502,8 +512,8 @@ class _Collected:
         for layer in self._shape.layers:
             layout = max(self._family.layouts, key=lambda layout: self._present(layout, layer))
             missing = self._missing(layout, layer)
-            if missing is not None and schemes(config) and not self._family.separate_experts:
-                raise refused(f"{method_of(config)} as it stores experts of the family {self._family.model_type}")
+            if missing is not None and self._method is not None and not self._family.separate_experts:
+                raise self._stored_otherwise(self._method)
             if missing is not None:
                 raise damaged(f"{folder}: tensor {missing} is missing")
             if per_layer[layer] != self._present(layout, layer):

@@ -28,6 +28,8 @@ MODELS = [
     ("llama", "AWQ", "native"), ("qwen3_moe", "integers", "native"), ("mixtral", "packed-8-bit", "native"),
     ("deepseek_v3", "GPTQ-8-bit", "native"), ("qwen3", "integers", "torch"),
     ("qwen3_5_moe_text", "integers", "native"), ("qwen2_moe", "GPTQ-8-bit", "torch"),
+    ("llama4_text", "packed-4-bit", "native"), ("llama4_text", "NVFP4", "torch"),
+    ("gemma4_text", "NVFP4-ModelOpt", "native"), ("gemma4_text", "packed-8-bit", "torch"),
 ]  # fmt: skip
 
 
@@ -55,7 +57,8 @@ def test_quantised_models_give_the_logits_of_what_they_stand_for(
     ("family", "stored"),
     [("qwen3_moe", "AWQ"), ("llama", "GPTQ"), ("qwen3_moe", "NVFP4"), ("llama", "NVFP4-ModelOpt"),
      ("mixtral", "packed-4-bit"), ("qwen3", "packed-zero-points"),
-     ("deepseek_v3", "integers"), ("qwen3_5_moe_text", "AWQ")],
+     ("deepseek_v3", "integers"), ("qwen3_5_moe_text", "AWQ"),
+     ("llama4_text", "packed-zero-points"), ("gemma4_text", "NVFP4")],
 )  # fmt: skip
 def test_unpacked_weights_give_the_librarys_logits(
     grouped: Grouped, monkeypatch: pytest.MonkeyPatch, family: str, stored: str

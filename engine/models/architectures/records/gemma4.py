@@ -13,7 +13,7 @@ from engine.errors import ModelError, shown
 from engine.models.architectures.config_values import own_settings, whole_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.layer_rules import named_kinds, named_windows, rope_by_kind, shared_keys
-from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx
+from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx, per_expert
 from engine.models.architectures.record import (
     Config,
     DecoderRecord,
@@ -211,7 +211,8 @@ FAMILIES = (
         defaults=_DEFAULTS | {"sliding_window": 512, "hidden_size_per_layer_input": 256},
         decoder=DECODER,
         moe=MoeRecord(
-            (fused(LAYER + "experts."), of_mlx(LAYER + "experts.switch_glu"), *GGUF),
+            # Tools that quantise modules take the experts apart.
+            (fused(LAYER + "experts."), per_expert(LAYER + "experts"), of_mlx(LAYER + "experts.switch_glu"), *GGUF),
             RouterRecord(
                 ("router.proj.weight",), normalise=True, norm="router.scale", expert_scale="router.per_expert_scale"
             ),

@@ -12,7 +12,7 @@ from engine.models.architectures.config_values import positive_number, whole_num
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import experts
 from engine.models.architectures.layer_rules import UNROTATED, check_kinds, layer_list, rotated_kinds
-from engine.models.architectures.parts import GGUF, fused, prepared
+from engine.models.architectures.parts import GGUF, LAYER, fused, per_expert, prepared
 from engine.models.architectures.record import (
     Config,
     DecoderRecord,
@@ -23,7 +23,7 @@ from engine.models.architectures.record import (
     RouterRecord,
 )
 
-_EXPERTS = "model.layers.{layer}.feed_forward.experts."
+_EXPERTS = LAYER + "feed_forward.experts"
 _NAMES = {"mlp.shared_experts.": "feed_forward.shared_expert.", "mlp.": "feed_forward."}
 """Parts of the usual names of a checkpoint, and what they are in this family."""
 _CHUNKED = "chunked_attention"
@@ -112,7 +112,8 @@ LLAMA4_TEXT = Family(
         rope_theta=500_000.0,
     ),
     moe=MoeRecord(
-        (fused(_EXPERTS, transposed=True), prepared(_EXPERTS), *GGUF),
+        # Tools that quantise modules take the experts apart.
+        (fused(_EXPERTS + ".", transposed=True), prepared(_EXPERTS + "."), per_expert(_EXPERTS), *GGUF),
         RouterRecord(("mlp.router.weight",), scoring="sigmoid", scales_input=True),
         shared="plain",
         shared_ffn=lambda config: whole_number(config, "intermediate_size"),

@@ -260,20 +260,26 @@ def test_large_scales_in_half_precision_with_zero_points_keep_their_biases(
 
 
 @pytest.mark.parametrize("name", ["AWQ", "pack-quantized", "NVFP4"])
-def test_experts_that_a_family_stores_otherwise_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    """Llama 4's are one tensor for all, which these tools take apart."""
-    sizes = whole_blocks("qwen3_moe") | {"moe_intermediate_size": 384}
-    source = write_tiny_model(tmp_path / "source", "llama4_text")
-    taken = write_tiny_model(tmp_path / "taken", "qwen3_moe", **sizes)
-    tensors = {part.replace("mlp", "feed_forward"): tensor for part, tensor in load_file(
-        write_zero_points(tmp_path / "quantised", taken, FORMS[name])[0] / "model.safetensors").items()
-        if ".experts." in part}  # fmt: skip
-    whole = {part: tensor for part, tensor in load_file(source / "model.safetensors").items() if "experts" not in part}
-    save_file(whole | tensors, source / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"quantization_config": FORMS[name].settings([])}))
-    with pytest.raises(ModelError, match="as it stores experts of the family llama4_text, which does not run here"):
-        open_model(source)
+@pytest.mark.parametrize("together", [True, False])
+def test_experts_that_a_family_stores_otherwise_are_refused_by_name(tmp_path: Path, name: str, together: bool) -> None:
+    """Granite's are one tensor for all, which is not read if it is quantised, nor are they taken apart."""
+    folder = write_tiny_model(tmp_path / "model", "granitemoe", num_hidden_layers=1)
+    apart = [f"model.layers.0.block_sparse_moe.experts.{number}.{part}_proj.weight"
+             for number in range(4) for part in ("gate", "up", "down")]  # fmt: skip
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for part in [part for part in tensors if part.endswith("_linear.weight")]:
+            stored = tensors.pop(part)
+            if together:
+                tensors[part] = torch.zeros(*stored.shape[:-1], stored.shape[-1] // 2, dtype=torch.uint8)
+        if not together:
+            tensors |= {part: torch.zeros(8, 8) for part in apart}
+
+    change_tensors(folder, change)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": FORMS[name].settings([])}))
+    with pytest.raises(ModelError, match="as it stores experts of the family granitemoe, which does not run here"):
+        open_model(folder)
 
 
 @pytest.mark.parametrize("name", ["AWQ", "GPTQ", "pack-quantized, zero points", "int-quantized", "NVFP4, ModelOpt"])
