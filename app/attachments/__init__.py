@@ -1,1 +1,1 @@
-"""Text files and pictures that go with a question: reading, naming and finding them, and the form in which a model gets them."""
+"""Text files and pictures that go with a question: reading, naming and finding them, and what a model gets of them."""

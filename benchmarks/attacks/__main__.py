@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from benchmarks.attacks import bombs, connections, contributions, exports, files, kernels, machines, screen
+from benchmarks.attacks import bombs, connections, contributions, exports, files, kernels, machines, pictures, screen
 from benchmarks.attacks.campaign import Attack, Tally, run
 
 ATTACKS: list[Attack] = [
@@ -25,6 +25,7 @@ ATTACKS: list[Attack] = [
     *files.ATTACKS,
     *kernels.ATTACKS,
     *machines.ATTACKS,
+    *pictures.ATTACKS,
     *screen.ATTACKS,
 ]
 

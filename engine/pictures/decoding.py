@@ -65,6 +65,11 @@ class PictureDecoder:
     def close(self) -> None:
         self._process.close()
 
+    @property
+    def pid(self) -> int:
+        """Id of the process. It is another one after a picture that ended it."""
+        return self._process.process.pid
+
     def size(self, data: bytes, should_stop: StopCheck = lambda: False) -> PictureSize:
         """The size of the picture in the file ``data``, which is decoded, so that a damaged one is refused here.
 
