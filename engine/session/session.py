@@ -149,7 +149,7 @@ class Session:
         if ring is not None:
             weights = self.facts.trunk_bytes + ring.nodes[0].expert_bytes - repacked.computed
         # Mapped weights count as free memory, but to drop them would slow every answer. Computed ones do not.
-        return max(0, self._memory() + kept_bytes - weights) // CPU_SHARE
+        return max(0, self._memory() + kept_bytes - max(0, weights)) // CPU_SHARE
 
     @property
     def model(self) -> LoadedModel:

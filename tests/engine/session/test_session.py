@@ -94,6 +94,19 @@ def test_repacked_weights_are_taken_from_the_memory_for_conversations_once(
     opened.close()
 
 
+def test_repacked_weights_that_were_unpacked_are_no_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without kernels torch keeps nothing of a model without experts in its files."""
+    monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
+    source = write_tiny_model(tmp_path / "source", "llama", **whole_blocks("llama"))
+    folder, _ = write_zero_points(tmp_path / "model", source, Form("gptq", scales=torch.float16))
+    opened = open_session(folder)
+    opened._memory = lambda: 10**8
+    assert opened.model.mapped_files == () and opened._budget(0) == 10**8 // session.CPU_SHARE
+    opened.close()
+
+
 @pytest.mark.soak
 def test_greedy_equals_transformers(ask: Ask, reference: Any) -> None:
     found = ask(PROMPT, max_tokens=30)
