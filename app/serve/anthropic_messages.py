@@ -192,13 +192,13 @@ def _messages(message: TurnMessage, where: str, *, asked: bool, sees: bool) -> I
     if not isinstance(message.content, list):
         yield Message(message.role, message.content or "")  # type: ignore[arg-type]
         return
-    said = Composed()
+    read = Composed()
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     for number, block in enumerate(message.content):
         match block.type:
             case "text":
-                said.text(block.text or "")
+                read.text(block.text or "")
             case "tool_use" if message.role == "assistant":
                 arguments = bytes(block.input).decode()
                 calls.append(ToolCall(id=block.id or "", name=block.name or "", arguments=arguments))
@@ -213,14 +213,14 @@ def _messages(message: TurnMessage, where: str, *, asked: bool, sees: bool) -> I
                 and isinstance(block.source.get("data"), str)
                 and (block.source.get("type") == "text")
             ):
-                said.text(block.source["data"])
+                read.text(block.source["data"])
             case "image" if sees and message.role == "user":
-                said.picture(picture_file(block.source, f"{where}.content[{number}]"))
+                read.picture(picture_file(block.source, f"{where}.content[{number}]"))
             case _:
-                said.text(line_for(block.type, f"{where}.content[{number}]", asked=asked, sees=sees))
-    if calls or not said.empty:
+                read.text(line_for(block.type, f"{where}.content[{number}]", asked=asked, sees=sees))
+    if calls or not read.empty:
         own = "\n".join(thoughts) if message.role == "assistant" else ""
-        yield Message(message.role, said.content, own, tool_calls=calls, pictures=said.pictures)  # type: ignore[arg-type]
+        yield Message(message.role, read.content, own, tool_calls=calls, pictures=read.pictures)  # type: ignore[arg-type]
 
 
 # --- the answer -----------------------------------------------------------------------------------------------------

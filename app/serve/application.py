@@ -100,15 +100,15 @@ class Application:
     def _model_object(self, name: str) -> dict[str, object]:
         """A model in both protocols, whose fields do not contradict each other."""
         facts = self._service.facts
-        known: dict[str, object] = {}
+        loaded: dict[str, object] = {}
         if facts is not None:
             limit = facts.context_limit
-            known = {"context_length": limit, "max_model_len": limit, "capabilities": _capabilities(facts)}
+            loaded = {"context_length": limit, "max_model_len": limit, "capabilities": _capabilities(facts)}
         started = self._service.started
         ours = {"object": "model", "created": started, "owned_by": "privatellm"}
         active = {"lifecycle": "active"}
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
-        return {"id": name, **ours, "type": "model", "display_name": name, "created_at": when, **active, **known}
+        return {"id": name, **ours, "type": "model", "display_name": name, "created_at": when, **active, **loaded}
 
     async def _chat(self, request: Request) -> ASGIApp:
         body = await body_of(request, ChatRequest)

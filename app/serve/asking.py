@@ -81,22 +81,22 @@ def composed(content: Content, where: str, *, asked: bool, sees: bool) -> Compos
     ``asked``: it is what the person asks now. ``sees``: the model gets pictures. Raises Refused for a picture that
     cannot be read, and for another such part of what is asked.
     """
-    found = Composed()
+    read = Composed()
     if content is None or isinstance(content, str):
-        found.text(content or "")
-        return found
+        read.text(content or "")
+        return read
     for part in content:
         if isinstance(part, str):
-            found.text(part)
+            read.text(part)
         elif part.type == "refusal":
-            found.text(part.refusal or "")
+            read.text(part.refusal or "")
         elif part.type in _TEXT:
-            found.text(part.text or "")
+            read.text(part.text or "")
         elif part.type in PICTURE_KINDS and sees:
-            found.picture(picture_file(part.source if part.image_url is None else part.image_url, where))
+            read.picture(picture_file(part.source if part.image_url is None else part.image_url, where))
         elif part.type not in _THOUGHTS:
-            found.text(line_for(part.type, where, asked=asked, sees=sees))
-    return found
+            read.text(line_for(part.type, where, asked=asked, sees=sees))
+    return read
 
 
 def line_for(kind: str, where: str, *, asked: bool, sees: bool = False) -> str:

@@ -91,14 +91,14 @@ class ChatMessage(msgspec.Struct):
         if self.function_call is not None and not calls:
             calls = [CalledTool(function=self.function_call).call()]
         thoughts = self.reasoning_content or self.reasoning
-        said = composed(self.content, f"{where}.content", asked=asked, sees=sees and role == "user")
+        read = composed(self.content, f"{where}.content", asked=asked, sees=sees and role == "user")
         return Message(
             role,  # type: ignore[arg-type]
-            said.content,
+            read.content,
             thoughts if role == "assistant" and isinstance(thoughts, str) else "",
             tool_calls=calls if role == "assistant" else [],
             tool_call_id=self.tool_call_id or "" if role == "tool" else "",
-            pictures=said.pictures,
+            pictures=read.pictures,
         )
 
 
