@@ -21,10 +21,14 @@ from engine.pictures.sight import TOWERS, Sight, sight_of
 @dataclass(frozen=True)
 class TowerTensor:
     """The places of a tensor of a tower in a file. Several ``entries`` are its parts, side by side in its third
-    dimension."""
+    dimension.
+
+    ``colours_first``: its columns are the colours, rows and columns of a patch, not rows, columns and colours.
+    """
 
     path: Path
     entries: tuple[TensorEntry, ...]
+    colours_first: bool = False
 
     @property
     def dtype(self) -> str:
@@ -33,6 +37,8 @@ class TowerTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.entries[0].shape
+        if self.colours_first:
+            return (first[0], math.prod(first[1:]))
         return first if len(self.entries) == 1 else (*first[:2], len(self.entries), *first[2:])
 
     @property
@@ -76,7 +82,10 @@ def tower_tensors(folder: Path, sight: Sight) -> dict[str, TowerTensor]:
     if home != folder:
         path = next(home.glob("*.gguf"))
         with GgufFile(path) as gguf:
-            return {name: TowerTensor(path, entries) for name, entries in tower_entries(gguf).items()}
+            return {
+                name: TowerTensor(path, entries, colours_first=len(entries) == 1 and len(entries[0].shape) == 4)
+                for name, entries in tower_entries(gguf).items()
+            }
     if not any(folder.glob("*.safetensors")):
         return {}
     tensors = {}

@@ -69,8 +69,10 @@ def way_to_see(facts: ModelFacts, *, has_tower: bool, in_ring: bool) -> str:
     if in_ring:
         return "load it on this machine alone, as a ring shows it none"
     if not has_tower:
-        beside = "put its mmproj file beside the GGUF file, or " if whole.startswith("qwen") else ""
-        return f"{beside}load its safetensors files as published, as these files lack the part that sees"
+        return (
+            "put its mmproj file beside the GGUF file, or load its safetensors files as published, as these files lack "
+            "the part that sees"
+        )
     return f"load it with the runtime native or torch, as {facts.runtime} shows it none"
 
 

@@ -1,4 +1,4 @@
-"""Writes the vision tower of a tiny Qwen 3.5 as a GGUF file, the way llama.cpp's converter lays it out."""
+"""Writes the vision tower of a tiny model as a GGUF file, the way llama.cpp's converter lays it out."""
 
 from __future__ import annotations
 
@@ -21,29 +21,38 @@ def write_tiny_tower(
 ) -> Path:
     """The tower of the model in the folder ``seeing`` as ``path``, its matrices in ``kind``. ``width``: what it says of
     the language model's width, if that is another."""
-    vision = json.loads((seeing / "config.json").read_text())["vision_config"]
+    config = json.loads((seeing / "config.json").read_text())
+    vision, gemma = config["vision_config"], config["model_type"] == "gemma4"
+    depth = vision["num_hidden_layers" if gemma else "depth"]
     writer = GGUFWriter(path, "clip")
     writer.add_type("mmproj")
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type(VisionProjectorType.QWEN3VL)
-    writer.add_vision_projection_dim(width or vision["out_hidden_size"])
+    writer.add_vision_projection_dim(width or config["text_config"]["hidden_size"])
     writer.add_vision_patch_size(vision["patch_size"])
     writer.add_vision_embedding_length(vision["hidden_size"])
     writer.add_vision_feed_forward_length(vision["intermediate_size"])
-    writer.add_vision_block_count(vision["depth"])
-    writer.add_vision_head_count(vision["num_heads"])
+    writer.add_vision_block_count(depth)
+    writer.add_vision_head_count(vision["num_attention_heads" if gemma else "num_heads"])
     writer.add_vision_attention_layernorm_eps(1e-6)
-    writer.add_vision_image_size(int(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"])
-    size = json.loads((seeing / "preprocessor_config.json").read_text())["size"]
-    writer.add_vision_min_pixels(size["shortest_edge"])
-    writer.add_vision_max_pixels(size["longest_edge"])
-    writer.add_vision_image_mean([0.5, 0.5, 0.5])
-    writer.add_vision_image_std([0.5, 0.5, 0.5])
-    writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
-    writer.add_vision_use_gelu(True)
-    writer.add_vision_is_deepstack_layers([False] * vision["depth"])
-    for name, values in _tensors(seeing, vision["depth"]):
-        packed = kind if values.ndim > 1 and values.shape[-1] % 32 == 0 else GGMLQuantizationType.F32
+    if gemma:
+        writer.add_clip_vision_projector_type(VisionProjectorType.GEMMA4V)
+        writer.add_vision_image_size(224)
+        writer.add_vision_image_mean([0.0, 0.0, 0.0])
+        writer.add_vision_image_std([1.0, 1.0, 1.0])
+    else:
+        writer.add_clip_projector_type(VisionProjectorType.QWEN3VL)
+        writer.add_vision_image_size(int(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"])
+        size = json.loads((seeing / "preprocessor_config.json").read_text())["size"]
+        writer.add_vision_min_pixels(size["shortest_edge"])
+        writer.add_vision_max_pixels(size["longest_edge"])
+        writer.add_vision_image_mean([0.5, 0.5, 0.5])
+        writer.add_vision_image_std([0.5, 0.5, 0.5])
+        writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
+        writer.add_vision_use_gelu(True)
+        writer.add_vision_is_deepstack_layers([False] * depth)
+    for name, values in (_gemma_tensors if gemma else _tensors)(seeing, depth):
+        fits = values.ndim > 1 and values.shape[-1] % 32 == 0 and not (gemma and "position" in name)
+        packed = kind if fits else GGMLQuantizationType.F32
         writer.add_tensor(name, quantize(values, packed), raw_dtype=packed)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -71,3 +80,19 @@ def _tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:
             yield f"{here}.{end}.1", np.ascontiguousarray(second, np.float32)
         else:
             yield f"{here}.{end}", values.astype(np.float32)
+
+
+def _gemma_tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:
+    known = get_tensor_name_map(MODEL_ARCH.MMPROJ, depth)
+    suffixes = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
+    for whole, values in load_file(seeing / "model.safetensors").items():
+        if not whole.startswith(("model.vision_tower.", "model.embed_vision.")):
+            continue
+        name = whole.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
+        name += ".weight" if name.endswith("position_embedding_table") else ""
+        here = known.get_name(name, try_suffixes=suffixes)
+        assert here is not None, name
+        if name.endswith("patch_embedder.input_proj.weight"):
+            side = int((values.shape[1] // 3) ** 0.5)
+            values = values.reshape(len(values), side, side, 3).transpose(0, 3, 1, 2)  # noqa: PLW2901
+        yield here, np.ascontiguousarray(values.reshape(values.shape or (1,)), np.float32)

@@ -18,11 +18,15 @@ from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.safetensors_files import TensorEntry
 
-_PLACEHOLDER = "<|image_pad|>"
-"""Qwen's token that stands for a picture in a prompt."""
+_QWEN, _GEMMA = "qwen3vl_merger", "gemma4v"
+"""llama.cpp's names of the towers that are known."""
+_PLACEHOLDERS = {_QWEN: "<|image_pad|>", _GEMMA: "<|image|>"}
+"""The token that stands for a picture in a prompt."""
+_AROUND = {"boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
+"""The tokens before and after a picture of Gemma, by the settings that have their ids."""
 _HALVES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 """The tensor of a convolution over two pictures of a film, one after the other."""
-_NAMES = (
+_QWEN_NAMES = (
     (r"v\.patch_embd\.bias", "patch_embed.proj.bias"),
     (r"v\.position_embd\.(\w+)", r"pos_embed.\1"),
     (r"v\.blk\.(\d+)\.ln([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
@@ -35,6 +39,24 @@ _NAMES = (
     (r"mm\.2\.(\w+)", r"merger.linear_fc2.\1"),
 )
 """Names of tensors, and what they are called in transformers' module."""
+_LAYER = r"vision_tower.encoder.layers.\1."
+_GEMMA_NAMES = (
+    (r"v\.patch_embd\.weight", "vision_tower.patch_embedder.input_proj.weight"),
+    (r"v\.position_embd\.weight", "vision_tower.patch_embedder.position_embedding_table"),
+    (r"v\.std_(bias|scale)", r"vision_tower.std_\1"),
+    (r"v\.blk\.(\d+)\.attn_([qkv])\.weight", _LAYER + r"self_attn.\2_proj.linear.weight"),
+    (r"v\.blk\.(\d+)\.attn_([qkv])\.((?:in|out)put_m\w+)", _LAYER + r"self_attn.\2_proj.\3"),
+    (r"v\.blk\.(\d+)\.attn_out\.weight", _LAYER + "self_attn.o_proj.linear.weight"),
+    (r"v\.blk\.(\d+)\.attn_out\.((?:in|out)put_m\w+)", _LAYER + r"self_attn.o_proj.\2"),
+    (r"v\.blk\.(\d+)\.attn_([qk])_norm\.weight", _LAYER + r"self_attn.\2_norm.weight"),
+    (r"v\.blk\.(\d+)\.ffn_(gate|up|down)\.weight", _LAYER + r"mlp.\2_proj.linear.weight"),
+    (r"v\.blk\.(\d+)\.ffn_(gate|up|down)\.((?:in|out)put_m\w+)", _LAYER + r"mlp.\2_proj.\3"),
+    (r"v\.blk\.(\d+)\.ln1\.weight", _LAYER + "input_layernorm.weight"),
+    (r"v\.blk\.(\d+)\.attn_post_norm\.weight", _LAYER + "post_attention_layernorm.weight"),
+    (r"v\.blk\.(\d+)\.ln2\.weight", _LAYER + "pre_feedforward_layernorm.weight"),
+    (r"v\.blk\.(\d+)\.ffn_post_norm\.weight", _LAYER + "post_feedforward_layernorm.weight"),
+    (r"mm\.input_projection\.weight", "embed_vision.embedding_projection.weight"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +71,13 @@ class TowerSettings:
 
 def may_see(config: Mapping[str, Any]) -> bool:
     """Whether a language model of this configuration can have a tower in a GGUF file."""
+    return _whole(config) in ("qwen3_5", "qwen3_5_moe", "gemma4")
+
+
+def _whole(config: Mapping[str, Any]) -> str:
+    """The ``model_type`` of the whole model whose language model this is; empty if it is part of none."""
     family = FAMILIES.get(config["model_type"])
-    return family is not None and family.whole.startswith("qwen3_5")
+    return "" if family is None else family.whole
 
 
 def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -> TowerSettings | None:
@@ -59,25 +86,22 @@ def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -
     None if it is a tower of another model, or of a kind that is not known. Raises ModelError if the file is damaged.
     """
     metadata = Metadata(tower)
-    if tower.metadata.get("general.architecture") != "clip" or not may_see(config):
+    kind = _kind_of(tower)
+    if not kind or not may_see(config) or kind != (_GEMMA if _whole(config) == "gemma4" else _QWEN):
         return None
-    if (metadata.get("vision.projector_type") or metadata.get("projector_type")) != "qwen3vl_merger":
-        return None
-    if metadata.number("vision.projection_dim") != config["hidden_size"] or _PLACEHOLDER not in tokens:
+    if metadata.number("vision.projection_dim") != config["hidden_size"] or _PLACEHOLDERS[kind] not in tokens:
         return None
     if any(metadata.get("vision.is_deepstack_layers") or ()):
         return None
-    vision = {
-        "depth": metadata.number("vision.block_count"),
-        "hidden_size": metadata.number("vision.embedding_length"),
-        "intermediate_size": metadata.number("vision.feed_forward_length"),
-        "num_heads": metadata.number("vision.attention.head_count"),
-        "patch_size": metadata.number("vision.patch_size"),
-        "spatial_merge_size": metadata.number("vision.spatial_merge_size", 2),
-        "temporal_patch_size": len(_HALVES),
-        "out_hidden_size": config["hidden_size"],
-        "num_position_embeddings": tensor_of(tower, "v.position_embd.weight").rows,
-    }
+    whole: dict[str, Any] = {"model_type": _whole(config), "image_token_id": tokens.index(_PLACEHOLDERS[kind])}
+    if kind == _GEMMA:
+        text = dict(config)
+        if not config.get("hidden_size_per_layer_input"):
+            # Files do not say it. Those with embeddings of their own for each layer are published without.
+            text["use_bidirectional_attention"] = "vision"
+        whole |= {key: tokens.index(token) for key, token in _AROUND.items() if token in tokens}
+        return TowerSettings(whole | {"vision_config": _gemma(tower, metadata), "text_config": text}, {})
+    vision = _qwen(tower, metadata, config["hidden_size"])
     processor: dict[str, Any] = {
         key: _three(tower, metadata.get(f"vision.{key}"))
         for key in ("image_mean", "image_std")
@@ -86,13 +110,46 @@ def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -
     for key in ("min_pixels", "max_pixels"):
         if metadata.has(f"vision.image_{key}"):
             processor[key] = metadata.number(f"vision.image_{key}")
-    whole = {
-        "model_type": FAMILIES[config["model_type"]].whole,
-        "image_token_id": tokens.index(_PLACEHOLDER),
-        "vision_config": vision,
-        "text_config": config,
+    return TowerSettings(whole | {"vision_config": vision, "text_config": dict(config)}, processor)
+
+
+def _kind_of(tower: GgufFile) -> str:
+    """What the file calls its tower; empty if it is of no known kind."""
+    known = tower.metadata.get("general.architecture") == "clip"
+    kind = tower.metadata.get("clip.vision.projector_type") or tower.metadata.get("clip.projector_type")
+    return kind if known and kind in (_QWEN, _GEMMA) else ""
+
+
+def _qwen(tower: GgufFile, metadata: Metadata, hidden: int) -> dict[str, Any]:
+    return {
+        "depth": metadata.number("vision.block_count"),
+        "hidden_size": metadata.number("vision.embedding_length"),
+        "intermediate_size": metadata.number("vision.feed_forward_length"),
+        "num_heads": metadata.number("vision.attention.head_count"),
+        "patch_size": metadata.number("vision.patch_size"),
+        "spatial_merge_size": metadata.number("vision.spatial_merge_size", 2),
+        "temporal_patch_size": len(_HALVES),
+        "out_hidden_size": hidden,
+        "num_position_embeddings": tensor_of(tower, "v.position_embd.weight").rows,
     }
-    return TowerSettings(whole, processor)
+
+
+def _gemma(tower: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    heads, queries = metadata.number("vision.attention.head_count"), tensor_of(tower, "v.blk.0.attn_q.weight").rows
+    width = max(1, queries // heads)
+    return {
+        "num_hidden_layers": metadata.number("vision.block_count"),
+        "hidden_size": metadata.number("vision.embedding_length"),
+        "intermediate_size": metadata.number("vision.feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, tensor_of(tower, "v.blk.0.attn_k.weight").rows // width),
+        "head_dim": width,
+        "patch_size": metadata.number("vision.patch_size"),
+        # One table for columns and one for rows.
+        "position_embedding_size": max(1, tensor_of(tower, "v.position_embd.weight").rows // 2),
+        "standardize": "v.std_bias" in tower.tensors,
+        "use_clipped_linears": "v.blk.0.attn_q.input_min" in tower.tensors,
+    }
 
 
 def _three(tower: GgufFile, values: Any) -> list[float]:
@@ -106,9 +163,12 @@ def _three(tower: GgufFile, values: Any) -> list[float]:
 
 def tower_entries(tower: GgufFile) -> dict[str, tuple[TensorEntry, ...]]:
     """The places of the tensors of the file, by their names in transformers' module."""
-    entries = {"patch_embed.proj.weight": tuple(_entry(tower, name) for name in _HALVES)}
+    is_qwen = _kind_of(tower) == _QWEN
+    entries: dict[str, tuple[TensorEntry, ...]] = {}
+    if is_qwen:
+        entries["patch_embed.proj.weight"] = tuple(_entry(tower, name) for name in _HALVES)
     for name in tower.tensors:
-        for pattern, instead in _NAMES:
+        for pattern, instead in _QWEN_NAMES if is_qwen else _GEMMA_NAMES:
             match = re.fullmatch(pattern, name)
             if match is not None:
                 entries[match.expand(instead)] = (_entry(tower, name),)

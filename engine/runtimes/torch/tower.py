@@ -96,7 +96,9 @@ def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
             if name not in stored:
                 raise damaged(f"Tensor {name} of the tower is missing from the model's files")
             tensor = stored[name]
-            if not tensor.is_readable or tensor.shape != tuple(expected.shape):
+            # GGUF files have no tensors without dimensions.
+            shape = () if tensor.shape == (1,) and expected.dim() == 0 else tensor.shape
+            if not tensor.is_readable or shape != tuple(expected.shape):
                 raise damaged(
                     f"Tensor {name} of the tower is {list(tensor.shape)} of {tensor.dtype}, and config.json asks for "
                     f"{list(expected.shape)}"
@@ -104,7 +106,9 @@ def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
             file, cpu = files[tensor.path], torch.device("cpu")
             words = [file.tensor(entry.dtype, entry.shape, entry.start) for entry in tensor.entries]
             parts = [numbers_on(cpu, part, torch.float32) for part in words]
-            put(module, name, parts[0] if len(parts) == 1 else torch.stack(parts, 2))
+            values = parts[0] if len(parts) == 1 else torch.stack(parts, 2)
+            values = values.permute(0, 2, 3, 1) if tensor.colours_first else values
+            put(module, name, values.reshape(shape))
     for part in [module, *module.children()]:
         if isinstance(part, PreTrainedModel):
             fill_buffers(part, torch.device("cpu"))

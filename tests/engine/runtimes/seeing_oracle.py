@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from engine.pictures.folders import read_sight
 from engine.pictures.picture import Picture
 from engine.pictures.shown import ShownPictures
+from engine.pictures.sight import Sight
 from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.torch.tower import VisionTower
 from tests.support.progress import quiet
@@ -38,11 +40,13 @@ def tokens_of(model: LoadedModel, prompt: Prompt) -> list[int]:
     return [token for part in prompt for token in (shown.show(part) if isinstance(part, Picture) else [part])]
 
 
-def whole_logits(folder: Path, prompt: Prompt) -> Logits:
-    """The logits [tokens, vocabulary] of transformers' own whole model after each token of ``prompt``."""
+def whole_logits(folder: Path, prompt: Prompt, most: int = 0) -> Logits:
+    """The logits [tokens, vocabulary] of transformers' own whole model after each token of ``prompt``. ``most``: tokens
+    of a picture, if not as the folder's files say."""
     model = _whole(folder)
     sight = read_sight(folder)
     assert sight is not None
+    sight = replace(sight, most=most or sight.most)
     ids: list[int] = []
     for part in prompt:
         if isinstance(part, Picture):
@@ -59,7 +63,7 @@ def whole_logits(folder: Path, prompt: Prompt) -> Logits:
     if pixels:
         inputs |= {
             key: value
-            for key, value in _processor(model.config.model_type)(pixels, return_tensors="pt").items()
+            for key, value in _processor(sight)(pixels, return_tensors="pt").items()
             if key != "num_soft_tokens_per_image"
         }
     model.model.rope_deltas = None
@@ -75,12 +79,12 @@ def _whole(folder: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def _processor(family: str) -> Any:
+def _processor(sight: Sight) -> Any:
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    if family == "gemma4":
-        return Gemma4ImageProcessorPil(max_soft_tokens=70, patch_size=4)
+    if sight.family == "gemma4":
+        return Gemma4ImageProcessorPil(max_soft_tokens=sight.most, patch_size=4)
     size = {"shortest_edge": 64, "longest_edge": 1024}
     half = [0.5] * 3
     return Qwen2VLImageProcessorPil(patch_size=4, size=size, image_mean=half, image_std=half)

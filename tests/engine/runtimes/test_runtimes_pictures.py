@@ -22,7 +22,7 @@ from tests.engine.runtimes.subjects import NATIVE, TORCH, Subject
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, write_tiny_gguf
 from tests.support.tiny_gguf_tower import write_tiny_tower
-from tests.support.tiny_seeing import TINY_SEEING, random_picture, write_tiny_seeing
+from tests.support.tiny_seeing import PLACEHOLDER, TINY_SEEING, random_picture, write_tiny_seeing
 
 LIMIT = 2e-5
 """Largest difference of a logit in float32, of the largest logit: the order of the sums differs."""
@@ -90,17 +90,22 @@ def test_a_prompt_and_steps_are_the_whole_models(
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("kind", [kind for kind in TINY_SEEING if kind.startswith("qwen")])
+@pytest.mark.parametrize("kind", TINY_SEEING)
 def test_a_gguf_file_and_its_tower_are_the_whole_model(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subject: Subject, kind: str
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     language = write_language_model(tmp_path / "language", folders[kind])
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", language, ARCHITECTURES[f"{kind}_text"])
+    gemma = kind.startswith("gemma")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", language, "gemma4" if gemma else ARCHITECTURES[f"{kind}_text"])
     write_tiny_tower(path.with_name("mmproj-F32.gguf"), folders[kind])
     model = load(subject, open_gguf(path, quiet))
+    assert model.pictures is not None
+    sight = model.pictures.sight
+    assert (sight.placeholder, sight.before, sight.after) == (PLACEHOLDER, *(((151,), (152,)) if gemma else ((), ())))
+    assert sight.together == (kind in ("gemma4", "gemma4_dense"))
     tokens = tokens_of(model, PROMPT)
-    theirs = whole_logits(folders[kind], [*PROMPT, *ANSWER])
+    theirs = whole_logits(folders[kind], [*PROMPT, *ANSWER], sight.most)
     rows, ours = read(model, tokens, 1000)
     assert_near(ours, theirs[len(tokens) - 1])
     for index, token in enumerate(ANSWER):
@@ -112,7 +117,11 @@ def write_language_model(folder: Path, whole: Path) -> Path:
     """The language model in the folder ``whole`` as a model of its own."""
     folder.mkdir()
     beginning, tensors = "model.language_model.", load_file(whole / "model.safetensors")
-    renamed = {name.replace(beginning, "model."): tensor for name, tensor in tensors.items() if "visual" not in name}
+    renamed = {
+        name.replace(beginning, "model."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith((beginning, "lm_head"))
+    }
     save_file(renamed, folder / "model.safetensors")
     config = json.loads((whole / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config["text_config"]))

@@ -42,6 +42,28 @@ def test_settings_are_those_of_the_folder(tower: GgufFile, seeing: Path) -> None
     assert found.processor == {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "min_pixels": 64, "max_pixels": 1024}
 
 
+def test_what_is_read_of_a_gemma(tmp_path: Path) -> None:
+    seeing = write_tiny_seeing(tmp_path / "seeing", "gemma4_e2b")
+    written = json.loads((seeing / "config.json").read_text())
+    config = {"model_type": "gemma4_text", "hidden_size": 48}
+    tokens = ["<image|>", "<|image|>", "<|image>"]
+    with GgufFile(write_tiny_tower(tmp_path / "mmproj.gguf", seeing)) as file:
+        small = settings_of(file, config | {"hidden_size_per_layer_input": 20}, tokens)
+        large = settings_of(file, config, tokens[:2])
+        assert settings_of(file, CONFIG, TOKENS) is None
+        entries = tower_entries(file)
+    assert small is not None and large is not None
+    vision = small.config["vision_config"]
+    assert vision == {key: written["vision_config"][key] for key in vision}
+    assert [small.config[key] for key in ("image_token_id", "boi_token_id", "eoi_token_id")] == [1, 2, 0]
+    assert "boi_token_id" not in large.config and large.config["text_config"]["hidden_size"] == 48
+    assert "use_bidirectional_attention" not in small.config["text_config"]
+    assert large.config["text_config"]["use_bidirectional_attention"] == "vision"
+    stored = load_file(seeing / "model.safetensors")
+    beginnings = ("model.vision_tower.", "model.embed_vision.")
+    assert entries.keys() == {name.removeprefix("model.") for name in stored if name.startswith(beginnings)}
+
+
 def test_all_tensors_have_a_place(tower: GgufFile, seeing: Path) -> None:
     stored = load_file(seeing / "model.safetensors")
     beginning = "model.visual."
