@@ -74,6 +74,8 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h_moe",
     "nemotron_h_dense": "nemotron_h",
     "nemotron_h_latents": "nemotron_h_moe",
+    "gemma2": "gemma2",
+    "afmoe": "afmoe",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -167,6 +169,8 @@ BY_GGUF = (
     "llama4",
     "granitehybrid",
     *NEMOTRONS,
+    "gemma2",
+    "afmoe",
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
@@ -174,6 +178,7 @@ _UNKNOWN_TO_GGUF = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.expert_bias": "exp_probs_b.bias",
     "dt_bias": "ssm_dt.bias",
 }
 """Names that the converter makes by itself, by the end of the name of a layer's tensor."""
@@ -257,14 +262,14 @@ def stored(name: str, values: Floats, config: dict[str, Any], architecture: str)
         values = values[:, 0]
     if architecture in MAMBAS:
         return mamba_stored(name, values, config)
-    if architecture == "gemma3" and name.endswith("norm.weight"):
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return values + np.float32(1)
     return delta_net_stored(name, values, config, architecture) if architecture in DELTA_NETS else values
 
 
 def restored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
     """Undoes :func:`stored`."""
-    if architecture == "gemma3" and name.endswith("norm.weight"):
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return values - np.float32(1)
     if architecture in MAMBAS and name.endswith(("A_log", ".D", "mamba.norm.weight", "mixer.norm.weight")):
         return np.log(-values).reshape(-1) if name.endswith("A_log") else values.reshape(-1)
@@ -664,7 +669,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes |= {"n_routed_experts": 8, "moe_intermediate_size": 256}
     if family == "granitemoeshared":
         sizes["shared_intermediate_size"] = 256
-    if family in ("exaone_moe", "hy_v3"):
+    if family in ("exaone_moe", "hy_v3", "afmoe"):
         sizes |= {"num_experts": 8, "moe_intermediate_size": 256}
     if family == "ernie4_5_moe":
         sizes |= {"moe_num_experts": 4, "moe_intermediate_size": 256}
@@ -686,9 +691,9 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes |= {"num_experts": 8, "moe_intermediate_size": 256}
     if family == "lfm2":
         sizes["block_multiple_of"] = 256
-    if family in ("gemma3_text", "olmo3", "exaone4", "exaone_moe", "smollm3", "cohere2"):
+    if family in ("gemma2", "gemma3_text", "olmo3", "exaone4", "exaone_moe", "smollm3", "cohere2", "afmoe"):
         del sizes["num_hidden_layers"]
-    if family == "gemma3_text":
+    if family in ("gemma2", "gemma3_text"):
         sizes["query_pre_attn_scalar"] = 32
     if family in ("granite", "olmo2", "olmo3", "smollm3", "phi3", "cohere", "cohere2"):
         del sizes["head_dim"]

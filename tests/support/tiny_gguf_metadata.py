@@ -120,6 +120,12 @@ def write_metadata(
         writer.add_expert_weights_scale(config["router_scaling_factor"])
         writer.add_expert_weights_norm(True)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    elif architecture == "afmoe":
+        writer.add_expert_shared_count(config["num_shared_experts"])
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config["route_scale"])
+        writer.add_sliding_window(config["sliding_window"])
     elif architecture != "nemotron_h" and (config.get("n_shared_experts") or config.get("num_shared_experts")):
         _write_shared(writer, config)
     if architecture in ("glm4moe", "glm4", "minimax-m2"):
@@ -149,6 +155,10 @@ def write_metadata(
         writer.add_logit_scale(config["logit_scale"])
     if architecture in ("gemma3", "olmo2", "exaone4", "exaone-moe", "phi3", "cohere2") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if architecture == "gemma2":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if architecture in ("olmo2", "exaone4", "exaone-moe") and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     whole_rope = rope.get("full_attention", rope)

@@ -45,6 +45,10 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "granitemoeshared",
     "nemotron_h",
     "nemotron_h_latents",
+    "afmoe",
+    "granitemoe_swa",
+    "laguna",
+    "cohere2_moe",
 )
 _KINDS_OF_FAMILIES = {
     "gemma4_dense": "gemma4_text",
@@ -60,6 +64,7 @@ TINY_DENSE_FAMILIES: tuple[str, ...] = (
     *("phi3", "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere", "cohere2"),
     *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4", "granitemoehybrid_dense"),
     "nemotron_h_dense",
+    *("gemma2", "granite_swa"),
 )
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
 
@@ -385,12 +390,84 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "num_shared_experts": 2,
     },
+    "afmoe": {
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "num_shared_experts": 1,
+        "route_scale": 2.5,
+        "mup_enabled": True,
+    },
+    "laguna": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads_per_layer": [4, 6, 6, 4],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "moe_routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500_000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+        },
+    },
+    "cohere2_moe": {
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "logit_scale": 0.5,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "expert_selection_fn": "sigmoid",
+        "first_k_dense_replace": 1,
+        "prefix_dense_intermediate_size": 72,
+    },
+    "gemma2": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 10.0,
+    },
     "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3},
     "cohere": {"logit_scale": 0.5, "num_hidden_layers": 4},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 0.5},
     "granite": _GRANITE,
     "granitemoeshared": {
         **_GRANITE,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 40,
+    },
+    "granite_swa": {
+        **_GRANITE,
+        "num_hidden_layers": 5,
+        "sliding_window": 16,
+        "layer_rope_theta": [0, 10000.0, 10000.0, 10000.0, 0],
+    },
+    "granitemoe_swa": {
+        **_GRANITE,
+        "num_hidden_layers": 5,
+        "sliding_window": 16,
+        "layer_rope_theta": [0, 10000.0, 10000.0, 10000.0, 0],
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
         "shared_intermediate_size": 40,
@@ -552,11 +629,12 @@ def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool)
     ):  # their products are not divided by anything
         parameter.normal_(0.7, 0.1, generator=generator)
     elif "norm" in name.rsplit(".", 2)[-2] or name.endswith("scale"):
-        # gemma3's norms multiply by one more.
-        parameter.normal_(0.0 if family == "gemma3_text" else 1.0, 0.2, generator=generator)
+        # gemma2's and gemma3's norms multiply by one more.
+        parameter.normal_(0.0 if family in ("gemma2", "gemma3_text") else 1.0, 0.2, generator=generator)
     elif "embed" in name or name.endswith("wte.weight"):
         # gemma's embeddings are multiplied by the root of their width.
-        parameter.normal_(0.0, (0.1 if gemma else 0.4) if tied else 1.0, generator=generator)
+        usual = 0.02 if family == "gemma2" else 0.1 if gemma else 0.4
+        parameter.normal_(0.0, usual if tied else 1.0, generator=generator)
     elif gemma and name.endswith("router.proj.weight"):  # what comes in is divided by the root of its width
         parameter.normal_(0.0, 2.0, generator=generator)
     else:

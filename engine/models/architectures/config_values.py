@@ -104,7 +104,8 @@ _RULES: dict[str, _Rule] = {
         "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
-        "conv_L_cache rotary_dim mamba_num_heads mamba_head_dim ssm_state_size conv_kernel n_groups "
+        "global_attn_every_n_layers conv_L_cache rotary_dim "
+        "mamba_num_heads mamba_head_dim ssm_state_size conv_kernel n_groups "
         "moe_shared_expert_intermediate_size moe_latent_size global_head_dim num_global_key_value_heads top_k_experts "
         "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
     ),
@@ -113,18 +114,20 @@ _RULES: dict[str, _Rule] = {
         whole(0),
         "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts "
         "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input num_local_experts "
-        "num_experts_per_tok shared_intermediate_size",
+        "num_experts_per_tok shared_intermediate_size prefix_dense_intermediate_size",
     ),
     **_rules(
         _number,
         "attention_multiplier embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor clip_qkv "
+        "route_scale moe_routed_scaling_factor moe_router_logit_softcapping "
         "swiglu_alpha swiglu_limit mscale mscale_all_dim attn_scale floor_scale attention_dropout initializer_range "
         "router_scaling_factor router_jitter_noise input_jitter_noise",
     ),
     **_rules(
         positive,
         "rms_norm_eps norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
-        "final_logit_softcapping alpha logit_scale layer_norm_eps layer_norm_epsilon",
+        "final_logit_softcapping attn_logit_softcapping query_pre_attn_scalar alpha logit_scale "
+        "layer_norm_eps layer_norm_epsilon",
     ),
     "partial_rotary_factor": _share,
     "rope_theta": _base,
@@ -137,12 +140,14 @@ _RULES: dict[str, _Rule] = {
         ),
         "hidden_act hidden_activation mlp_hidden_act mamba_hidden_act",
     ),
+    "expert_selection_fn": _one_of("sigmoid softmax"),
+    "shared_expert_combination_strategy": _one_of("average sum"),
     "rope_type": _one_of("default dynamic linear llama3 longrope mrope proportional su yarn"),
     **_rules(
         _flag,
         "tie_word_embeddings attention_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window rope_interleave "
         "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding attention_k_eq_v mamba_conv_bias "
-        "mamba_proj_bias use_conv_bias use_bias enable_moe_block use_double_wide_mlp truncate",
+        "mamba_proj_bias use_conv_bias use_bias enable_moe_block mup_enabled use_double_wide_mlp truncate",
     ),
     **_rules(_table, "per_layer_config rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn"),
     **_rules(_list_of(_text, "names"), "layer_types layers_block_type mlp_layer_types architectures"),

@@ -197,6 +197,9 @@ def _attention(gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any]
                 shape = (width if decoder.head_norm == "whole" else size,)
                 yield NamedTensor.whole(f"{here}attn_{short}_norm.weight", f"{attention}{short}_norm.weight", shape)
     yield NamedTensor.whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, queries))
+    if decoder.head_gate is not None:
+        shape = (config["num_attention_heads"] if decoder.head_gate.whole(config) else queries, hidden)
+        yield NamedTensor.whole(here + "attn_gate.weight", f"{attention}{decoder.head_gate.name}.weight", shape)
     if switched(decoder.output_bias, config):
         yield NamedTensor.whole(here + "attn_output.bias", attention + "o_proj.bias", (hidden,))
     if decoder.sinks:

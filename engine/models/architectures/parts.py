@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.models.architectures.config_values import whole_number
+from engine.models.architectures.config_values import number_of, whole_number
 from engine.models.architectures.record import PARTS, Config, ExpertTensor, Layout, Part, RouterRecord
 
 LAYER = "model.layers.{layer}."
@@ -67,8 +67,8 @@ GROUPED = RouterRecord(
     normalise="norm_topk_prob",
     added_to_sum=1e-20,
     correction="mlp.gate.e_score_correction_bias",
-    groups=True,
-    scale_setting="routed_scaling_factor",
+    groups=2,
+    scale=number_of("routed_scaling_factor"),
 )
 """Routers as those of DeepSeek V3."""
 

@@ -62,6 +62,14 @@ Layout = tuple[ExpertTensor, ...]
 LATENTS = ("mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight")
 """Names within a layer of the projections of the hidden state to the latents that experts read, and back."""
 
+Number = Callable[[Config], float]
+"""A number that settings give."""
+
+
+def one(config: Config) -> float:
+    """1, whatever the settings are."""
+    return 1.0
+
 
 @dataclass(frozen=True)
 class RouterRecord:
@@ -72,8 +80,10 @@ class RouterRecord:
     bias: bool = False
     """Whether it has a bias, and so the matrices of the experts."""
     scoring: Scoring = "softmax"
-    normalise: bool | str = False
-    """Whether the chosen experts' weights are divided by their sum: never, always, or as this setting says."""
+    scoring_setting: str = ""
+    """Setting that may name another scoring; empty: none."""
+    normalise: bool | str | Callable[[Config], bool] = False
+    """Whether the chosen experts' weights are divided by their sum: never, always, or as this setting or rule says."""
     added_to_sum: float = 0.0
     """What is added to that sum, as transformers does with scores that may all be 0."""
     least_sum: str = ""
@@ -84,12 +94,13 @@ class RouterRecord:
     """Whether that is a matrix of one row, not a vector (ernie4_5_moe)."""
     correction_setting: str = ""
     """Setting that must not be false for it; empty: none."""
-    groups: bool = False
-    """Whether experts are in groups, of which only the best are used."""
+    groups: Literal[0, 1, 2] = 0
+    """Experts by which groups of experts are compared, of which only the best are used: their best one, or best two
+    together; 0: experts are in no groups."""
     scales_input: bool = False
     """Whether the weights of chosen experts multiply their inputs, not their outputs (llama4)."""
-    scale_setting: str = ""
-    """Setting of the factor of the weights of chosen experts; empty: none."""
+    scale: Number = one
+    """Factor of the weights of chosen experts."""
     norm: str = ""
     """Name of the weights of a norm in front of it, whose result is divided by the root of its width (gemma4)."""
     expert_scale: str = ""
@@ -111,6 +122,8 @@ class MoeRecord:
         whole_number(config, "moe_intermediate_size") * whole_number(config, "n_shared_experts")
     )
     """Width of a plain shared expert. Several are stored as one."""
+    shared_scale: Number = one
+    """Factor on what a plain shared expert gives."""
     activation: ActivationKind = "gated"
     layers: Callable[[Config, int], list[int]] = lambda config, layers: list(range(layers))
     """Layers with experts, from the configuration and the number of layers."""
@@ -157,8 +170,16 @@ class QueryGrowth:
     """Whether only heads that are not rotated have it."""
 
 
-Number = Callable[[Config], float]
-"""A number that settings give."""
+@dataclass(frozen=True)
+class HeadGate:
+    """A projection of what attention reads: its result, activated by the sigmoid or ``softplus``, scales what heads
+    have gathered."""
+
+    name: str
+    """Name of its matrix within attention."""
+    softplus: bool = False
+    whole: Callable[[Config], bool] = lambda config: False
+    """Whether it has one number for each head, not one for each of a head's."""
 
 
 @dataclass(frozen=True)
@@ -188,11 +209,6 @@ class MambaSizes:
 def no_windows(config: Config, layers: int) -> list[int]:
     """No layer has a sliding window."""
     return [0] * layers
-
-
-def one(config: Config) -> float:
-    """1, whatever the settings are."""
-    return 1.0
 
 
 def by_width(config: Config, width: int) -> float:
@@ -235,7 +251,7 @@ class DecoderRecord:
     """The kind of heads that are not rotated; empty: none."""
     kind_rope: Callable[[Config, str], Config] | None = None
     """Rotary settings of the heads of a kind; None: the same for all kinds."""
-    centred_norms: bool = False
+    centred_norms: Callable[[Config], bool] = lambda config: False
     """Whether norms of the hidden state take the mean from it (cohere2)."""
     offset_norms: bool = False
     """Whether norms multiply by one more than their weights (gemma3, qwen3_5)."""
@@ -280,6 +296,10 @@ class DecoderRecord:
     logits_divisor: Number = one
     logits_cap: str = ""
     """Setting of the limit to which logits are bent; empty: none."""
+    scores_cap: str = ""
+    """Setting of the limit to which the scores of attention are bent; empty: none (gemma2)."""
+    head_gate: HeadGate | None = None
+    """What scales heads' results; None: nothing."""
     rotated: float | None = None
     """Share of each head that is rotated if ``config.json`` does not say it; None: all of it, and no other share is
     known."""
@@ -306,8 +326,10 @@ def renamed(name: str, parts: Mapping[str, str]) -> str:
     return name
 
 
-def switched(word: bool | str, config: Config) -> bool:
-    """``word``, or, if it names a setting, that of ``config``, false if it is missing."""
+def switched(word: bool | str | Callable[[Config], bool], config: Config) -> bool:
+    """``word``, or what the rule says, or, if it names a setting, that of ``config``, false if it is missing."""
+    if callable(word):
+        return word(config)
     return word if isinstance(word, bool) else bool(config.get(word))
 
 

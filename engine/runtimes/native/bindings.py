@@ -90,7 +90,12 @@ class OwnInput(ctypes.Structure):
 class Heads(ctypes.Structure):
     """``pllm_heads``."""
 
-    _fields_ = (("key_value_heads", ctypes.c_int64), ("width", ctypes.c_int64), ("rotated", ctypes.c_int64))
+    _fields_ = (
+        ("heads", ctypes.c_int64),
+        ("key_value_heads", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("rotated", ctypes.c_int64),
+    )
 
 
 class TrunkLayer(ctypes.Structure):
@@ -102,6 +107,7 @@ class TrunkLayer(ctypes.Structure):
         ("key", Matrix),
         ("value", Matrix),
         ("router", Matrix),
+        ("gate", Matrix),
         ("shared_gate", Matrix),
         ("narrow", Matrix),
         ("widen", Matrix),
@@ -176,6 +182,8 @@ class Trunk(ctypes.Structure):
         ("scoring", ctypes.c_int32),
         ("rotated_first", ctypes.c_int32),
         ("paired_rotary", ctypes.c_int32),
+        ("group_best", ctypes.c_int32),
+        ("softplus_gates", ctypes.c_int32),
         ("gated_queries", ctypes.c_int32),
         ("delta_kind", ctypes.c_int32),
         ("tiled_heads", ctypes.c_int32),
@@ -189,6 +197,8 @@ class Trunk(ctypes.Structure):
         ("residual_scale", ctypes.c_float),
         ("logits_divisor", ctypes.c_float),
         ("logits_cap", ctypes.c_float),
+        ("scores_cap", ctypes.c_float),
+        ("shared_scale", ctypes.c_float),
         ("routed_scale", ctypes.c_float),
         ("least_sum", ctypes.c_float),
         ("latent_epsilon", ctypes.c_float),

@@ -44,7 +44,7 @@ from engine.models.formats.number_formats import stored_bytes
 from engine.moe.kernels.bindings import Dtype
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
-from engine.runtimes.native.bindings import MOST_TAPS
+from engine.runtimes.native.bindings import HEAD_KINDS, MOST_TAPS
 
 ACTIVATIONS: dict[str, str] = {
     "silu": "silu",
@@ -100,14 +100,26 @@ class DeltaShape:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Heads of keys and values in some layers, ``width`` numbers each. ``rope`` rotates the first ``rotated``."""
+    """Heads of queries, and of keys and values, in some layers, ``width`` numbers each. ``rope`` rotates the first
+    ``rotated``."""
 
+    heads: int
     key_value_heads: int
     width: int
     rotated: int
     rope: dict[str, Any]
     keys_are_values: bool = False
     """Whether values are the keys before normalisation and rotation."""
+
+
+@dataclass(frozen=True)
+class GatedHeads:
+    """A projection ``name`` within attention, whose activated result scales what heads have gathered: each number, or
+    with ``whole`` each head."""
+
+    name: str
+    softplus: bool
+    whole: bool
 
 
 @dataclass(frozen=True)
@@ -151,6 +163,8 @@ class Routing:
     """Whether weights multiply the inputs of experts, not their outputs."""
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 1
+    """Experts by which groups are compared: their best one, or their best two."""
     normalise: bool = False
     added_to_sum: float = 0.0
     least_sum: float = 0.0
@@ -203,6 +217,7 @@ class Shape:
     """Whether checkpoints have the values that a rotation turns together side by side."""
     query_growth: QueryGrowth | None
     sinks: bool
+    gate_heads: GatedHeads | None
     tied: bool
     routers: tuple[str, ...]
     router_bias: bool
@@ -220,6 +235,10 @@ class Shape:
     logits_divisor: float
     logits_cap: float
     """Limit of logits; 0: none."""
+    scores_cap: float
+    """Limit of the scores of attention; 0: none."""
+    shared_scale: float
+    """Factor on what a plain shared expert gives."""
     norms: Norms
     centred_norms: bool
     """Whether norms of the hidden state take the mean from it."""
@@ -320,6 +339,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         paired_rotary=decoder.paired_rotary,
         query_growth=decoder.query_growth(config),
         sinks=decoder.sinks,
+        gate_heads=_read_gate_of_heads(config, decoder),
         tied=bool(config.get("tie_embedding", config.get("tie_word_embeddings"))),
         routers=() if router is None else router.names,
         router_bias=router is not None and router.bias,
@@ -335,8 +355,10 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         residual_scale=decoder.residual_scale(config),
         logits_divisor=decoder.logits_divisor(config),
         logits_cap=positive_number(config, decoder.logits_cap, 0.0) if decoder.logits_cap else 0.0,
+        scores_cap=positive_number(config, decoder.scores_cap, 0.0) if decoder.scores_cap else 0.0,
+        shared_scale=1.0 if moe is None else moe.shared_scale(config),
         norms=decoder.norms,
-        centred_norms=decoder.centred_norms,
+        centred_norms=decoder.centred_norms(config),
         offset_norms=decoder.offset_norms,
         layer_scale=decoder.layer_scale,
         value_norm=decoder.value_norm,
@@ -360,6 +382,11 @@ def _top_k(config: Mapping[str, Any]) -> int:
     if not found:
         raise damaged("config.json does not say how many experts a token goes to")
     return found
+
+
+def _read_gate_of_heads(config: Mapping[str, Any], decoder: DecoderRecord) -> GatedHeads | None:
+    gate = decoder.head_gate
+    return None if gate is None else GatedHeads(gate.name, gate.softplus, gate.whole(config))
 
 
 def _own_width(config: Mapping[str, Any], decoder: DecoderRecord, hidden: int) -> int:
@@ -420,18 +447,18 @@ def _even(config: Mapping[str, Any], key: str) -> int:
 
 
 def _read_routing(config: Mapping[str, Any], router: RouterRecord) -> Routing:
-    grouped = router.groups and (router.scoring == "sigmoid" or config["topk_method"] != "greedy")
+    grouped = router.groups and (router.groups > 1 or config["topk_method"] != "greedy")
     groups, kept_groups = (whole_number(config, key) if grouped else 1 for key in ("n_group", "topk_group"))
-    scale = positive_number(config, router.scale_setting) if router.scale_setting else 1.0
     return Routing(
-        scoring=router.scoring,
+        scoring=config.get(router.scoring_setting) or router.scoring,
         scales_input=router.scales_input,
         groups=groups,
         kept_groups=kept_groups,
+        group_best=max(router.groups, 1),
         normalise=switched(router.normalise, config),
         added_to_sum=router.added_to_sum,
         least_sum=positive_number(config, router.least_sum) if router.least_sum else 0.0,
-        scale=scale,
+        scale=router.scale(config),
     )
 
 
@@ -441,7 +468,8 @@ def _read_heads(
     """The kinds of heads, and the kind of each layer."""
     if latent is not None:
         rope = rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
-        return (HeadShape(1, latent.rotated + latent.latents, latent.rotated, rope),), (0,) * layers
+        count = whole_number(config, "num_attention_heads")
+        return (HeadShape(count, 1, latent.rotated + latent.latents, latent.rotated, rope),), (0,) * layers
     if decoder.head_kinds is None:
         kind, windows = _read_kind(config, decoder, rope_of_kind(config, decoder, "")), decoder.windows(config, layers)
         if any(windows) and not all(windows):
@@ -477,7 +505,7 @@ def _read_kind(config: Mapping[str, Any], decoder: DecoderRecord, rope: dict[str
             f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
             "together"
         )
-    return HeadShape(key_value_heads, width, _rotated(rope, decoder, width) if rope else 0, rope)
+    return HeadShape(heads, key_value_heads, width, _rotated(rope, decoder, width) if rope else 0, rope)
 
 
 def _rotated(rope: Mapping[str, Any], decoder: DecoderRecord, width: int) -> int:
@@ -568,6 +596,10 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
         return "the projections of the latents that its experts read have biases"
     if reason := _unsupported_mixer(config, decoder, activation):
         return reason
+    if reason := _too_many_kinds(config, decoder):
+        return reason
+    if config.get("moe_router_logit_softcapping"):
+        return "the logits of its routers have a limit"
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         return "its attention looks ahead"
     for settings in _rotated_kinds(config, decoder):
@@ -578,12 +610,22 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _too_many_kinds(config: Mapping[str, Any], decoder: DecoderRecord) -> str | None:
+    if decoder.head_kinds is None:
+        return None
+    with contextlib.suppress(ModelError):  # reading the shape says what is damaged
+        kinds = len(set(decoder.head_kinds(config, whole_number(config, "num_hidden_layers"))))
+        if kinds > HEAD_KINDS:
+            return f"its heads are of {kinds} kinds, and the most is {HEAD_KINDS}"
+    return None
+
+
 def _unsupported_mixer(config: Mapping[str, Any], decoder: DecoderRecord, activation: str) -> str | None:
     if decoder.mixer == "delta-net" and ACTIVATIONS[activation] != "silu":
         return f"its delta-nets have the activation {shown(activation)}, and only silu has a kernel there"
     if config.get("attention_bias") and (decoder.mixer == "delta-net" or decoder.latents):
         return f"its {'attention over latents' if decoder.latents else 'gated attention'} has biases"
-    if decoder.centred_norms and config.get("use_qk_norm"):
+    if decoder.centred_norms(config) and config.get("use_qk_norm"):
         return "norms of its queries and keys take the mean from them"
     if decoder.mamba is not None:
         with contextlib.suppress(ModelError):  # reading the shape says which setting is missing

@@ -223,7 +223,7 @@ class TrunkWeights:
             layer_count=shape.layers,
             hidden=shape.hidden,
             heads=shape.heads,
-            kinds=tuple(Heads(kind.key_value_heads, kind.width, kind.rotated) for kind in shape.kinds),
+            kinds=tuple(Heads(kind.heads, kind.key_value_heads, kind.width, kind.rotated) for kind in shape.kinds),
             kind_count=len(shape.kinds),
             top_k=shape.top_k,
             delta_layers=0 if delta is None else len(delta.layers),
@@ -247,6 +247,8 @@ class TrunkWeights:
             scoring=SCORINGS[routing.scoring],
             rotated_first=shape.rotated_first,
             paired_rotary=int(files.paired_rotary or shape.paired_rotary if latent is None else latent.interleaved),
+            group_best=routing.group_best,
+            softplus_gates=int(shape.gate_heads is not None and shape.gate_heads.softplus),
             gated_queries=int(delta is not None and not delta.is_mamba),
             delta_kind=int(delta is not None and delta.is_mamba),
             tiled_heads=int(delta is not None and _tiled(files, delta)),
@@ -260,6 +262,8 @@ class TrunkWeights:
             residual_scale=shape.residual_scale,
             logits_divisor=shape.logits_divisor,
             logits_cap=shape.logits_cap,
+            scores_cap=shape.scores_cap,
+            shared_scale=shape.shared_scale,
             routed_scale=routing.scale,
             least_sum=routing.added_to_sum if routing.scoring == "sigmoid" else routing.least_sum,
             latent_epsilon=0 if latent is None else latent.epsilon,
@@ -310,7 +314,7 @@ class TrunkWeights:
         shape, tensors, attention = self._shape, self._tensors, f"model.layers.{index}.self_attn."
         layer.kind = shape.kind_of[index]
         heads = shape.kinds[layer.kind]
-        queries, keys = shape.heads * heads.width, heads.key_value_heads * heads.width
+        queries, keys = heads.heads * heads.width, heads.key_value_heads * heads.width
         own = shape.keys_of[index] == index
         # A gate of every query may lie beside it.
         projected = queries if shape.delta is None or shape.delta.is_mamba else 2 * queries
@@ -324,6 +328,9 @@ class TrunkWeights:
             if own and not heads.keys_are_values:
                 layer.value = tensors.matrix([attention + "v_proj.weight"], keys, shape.hidden)
         layer.output = tensors.matrix([attention + "o_proj.weight"], shape.hidden, queries)
+        if shape.gate_heads is not None:
+            rows = heads.heads if shape.gate_heads.whole else queries
+            layer.gate = tensors.matrix([f"{attention}{shape.gate_heads.name}.weight"], rows, shape.hidden)
         if shape.qkv_bias:
             layer.query_bias = tensors.vector(attention + "q_proj.bias", queries)
         if shape.qkv_bias and own:
@@ -333,7 +340,7 @@ class TrunkWeights:
         if shape.output_bias:
             layer.output_bias = tensors.vector(attention + "o_proj.bias", shape.hidden)
         if shape.sinks:
-            layer.sinks = tensors.vector(attention + "sinks", shape.heads)
+            layer.sinks = tensors.vector(attention + "sinks", heads.heads)
         growth = shape.query_growth
         layer.grown = int(growth is not None and not (growth.unrotated and heads.rotated))
         layer.chunked = int(shape.chunked)

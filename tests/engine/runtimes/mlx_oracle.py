@@ -43,6 +43,7 @@ MOE_FAMILIES = (
     "exaone_moe",
     "granitemoehybrid",
     "solar_open",
+    "afmoe",
 )
 FAMILIES = (
     "llama",
@@ -69,6 +70,7 @@ FAMILIES = (
     "olmo3",
     "exaone4",
     "granitemoehybrid_dense",
+    "gemma2",
     *MOE_FAMILIES,
 )
 
@@ -78,6 +80,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"mlp_only_layers": []},
     "glm4_moe": {"n_group": 1},
     "dots1": {"n_group": 1},
+    "gemma2": {"sliding_window": 512},
     "solar_open": {"n_group": 1},
     "exaone_moe": {"n_group": 1},
     "qwen3_next": {"layer_types": REGULAR},
@@ -145,6 +148,8 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": {},
     "dots1": {"moe_intermediate_size": 32},
+    "afmoe": {"moe_intermediate_size": 32},
+    "gemma2": {},
     "solar_open": {"moe_intermediate_size": 32},
     "exaone_moe": {"moe_intermediate_size": 32},
     "gemma4_dense": {"global_head_dim": 32, "num_key_value_heads": 2},

@@ -69,6 +69,12 @@ FAMILIES = (
     "nemotron_h",
     "nemotron_h_dense",
     "nemotron_h_latents",
+    "gemma2",
+    "afmoe",
+    "granite_swa",
+    "granitemoe_swa",
+    "laguna",
+    "cohere2_moe",
 )
 GGUF_FAMILIES = tuple(family for family in FAMILIES if family in ARCHITECTURES)
 """Those of them whose GGUF files run."""

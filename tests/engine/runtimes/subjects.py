@@ -69,7 +69,7 @@ REGULAR = ["linear_attention", "linear_attention", "linear_attention", "full_att
 """The kinds of layers that mlx-lm assumes of models with delta-nets."""
 NOT_ON_MLX = (
     *("minimax", "llama4_text", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe"),
-    *("hy_v3", "flex_olmo", "granitemoeshared"),
+    *("hy_v3", "flex_olmo", "granitemoeshared", "granite_swa", "granitemoe_swa", "laguna", "cohere2_moe"),
     *("nemotron_h", "nemotron_h_dense", "nemotron_h_latents"),
 )
 
@@ -85,6 +85,7 @@ MLX = Subject(
         "qwen2_moe": {"mlp_only_layers": []},
         "glm4_moe": {"n_group": 1},
         "dots1": {"n_group": 1},
+        "gemma2": {"sliding_window": 512},
         "solar_open": {"n_group": 1},
         "exaone_moe": {"n_group": 1},
         "qwen3_next": {"layer_types": REGULAR},

@@ -9,8 +9,17 @@ from typing import Any
 from engine.models.architectures.config_values import positive_number, whole_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import sliding_layers
-from engine.models.architectures.layer_rules import UNROTATED, full_every, kind_windows, kinds_by
-from engine.models.architectures.record import Config, DecoderRecord, Family, GgufRecord, MlxRecord
+from engine.models.architectures.layer_rules import UNROTATED, full_every, kind_windows, kinds_by, sparse_layers
+from engine.models.architectures.parts import QWEN
+from engine.models.architectures.record import (
+    Config,
+    DecoderRecord,
+    Family,
+    GgufRecord,
+    MlxRecord,
+    MoeRecord,
+    RouterRecord,
+)
 
 _KIND = full_every("sliding_window_pattern", 4)
 _KINDS = kinds_by(_KIND)
@@ -56,7 +65,7 @@ COHERE = Family(
     defaults={"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True},
     decoder=DecoderRecord(
         norms="beside",
-        centred_norms=True,
+        centred_norms=lambda config: True,
         paired_rotary=True,
         qkv_bias="attention_bias",
         output_bias="attention_bias",
@@ -89,4 +98,83 @@ COHERE2 = replace(
         translate=lambda config: {"sliding_window_pattern": _pattern(config)},
     ),
 )
-FAMILIES = (COHERE, COHERE2)
+
+
+def _moe_kind(config: Config, layer: int) -> str:
+    """The first layers, without experts, have a pattern of their own."""
+    dense = whole_number(config, "first_k_dense_replace", default=0, minimum=0)
+    setting = "prefix_dense_sliding_window_pattern" if layer < dense else "sliding_window_pattern"
+    place = layer if layer < dense else layer - dense
+    return "sliding_attention" if (place + 1) % whole_number(config, setting) else "full_attention"
+
+
+_MOE_KINDS = kinds_by(_moe_kind)
+_moe_layers = sparse_layers(lambda config: whole_number(config, "first_k_dense_replace", default=0, minimum=0))
+
+
+def _moe_head_kinds(config: Config, layers: int) -> list[str]:
+    """Layers with a window rotate their heads, and those without experts do if they all see everything."""
+    sparse, whole = _moe_layers(config, layers), whole_number(config, "prefix_dense_sliding_window_pattern") == 1
+    slides = config.get("sliding_window") is not None
+    return [
+        "rotated" if (slides and kind == "sliding_attention") or (whole and layer not in sparse) else UNROTATED
+        for layer, kind in enumerate(_MOE_KINDS(config, layers))
+    ]
+
+
+def _by_sigmoid(config: Config) -> bool:
+    return config.get("expert_selection_fn") == "sigmoid"
+
+
+def _half(config: Config) -> float:
+    """What experts and shared experts are multiplied by where their average is taken."""
+    averaged = config.get("shared_expert_combination_strategy") == "average"
+    return 0.5 if averaged and config.get("num_shared_experts") else 1.0
+
+
+COHERE2_MOE = replace(
+    COHERE2,
+    model_type="cohere2_moe",
+    defaults={
+        **COHERE2.defaults,
+        "head_dim": 128,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 0,
+        "shared_expert_combination_strategy": "average",
+        "expert_selection_fn": "softmax",
+        "norm_topk_prob": True,
+        "prefix_dense_sliding_window_pattern": 1,
+        "sliding_window_pattern": 4,
+    },
+    renamed=lambda config: {"layer_norm_eps": config["rms_norm_eps"]} if config.get("rms_norm_eps") else {},
+    decoder=replace(
+        COHERE2.decoder,
+        centred_norms=lambda config: config.get("rms_norm_eps") is None,
+        layer_kind=_moe_kind,
+        head_kinds=_moe_head_kinds,
+        windows=kind_windows(_MOE_KINDS),
+        ffn=lambda config, layer: whole_number(config, "prefix_dense_intermediate_size", "intermediate_size"),
+    ),
+    moe=MoeRecord(
+        QWEN,
+        RouterRecord(
+            ("mlp.gate.weight",),
+            scoring_setting="expert_selection_fn",
+            # A softmax over the chosen logits alone is the whole softmax, divided by the sum of the chosen.
+            normalise=lambda config: not _by_sigmoid(config) or bool(config.get("norm_topk_prob")),
+            scale=_half,
+        ),
+        shared="plain",
+        shared_ffn=lambda config: (
+            whole_number(config, "intermediate_size") * whole_number(config, "num_shared_experts", minimum=0)
+        ),
+        shared_scale=_half,
+        layers=_moe_layers,
+        count_key="num_experts",
+    ),
+    extra_layers=True,
+    gguf=None,
+    mlx=None,
+    tokenizer_class="",
+)
+FAMILIES = (COHERE, COHERE2, COHERE2_MOE)

@@ -2,6 +2,7 @@
 
 from engine.errors import ModelError
 from engine.models.architectures import gguf_latent
+from engine.models.architectures.config_values import number_of
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.layer_rules import after_dense
 from engine.models.architectures.parts import GROUPED, LATENTS, QWEN
@@ -37,7 +38,7 @@ V2 = Family(
     decoder=DecoderRecord(latents=True),
     moe=MoeRecord(
         QWEN,
-        RouterRecord(("mlp.gate.weight",), groups=True, scale_setting="routed_scaling_factor"),
+        RouterRecord(("mlp.gate.weight",), groups=1, scale=number_of("routed_scaling_factor")),
         shared="plain",
         layers=after_dense("first_k_dense_replace"),
         count_key="n_routed_experts",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.models.architectures.config_values import number_of
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import experts
 from engine.models.architectures.layer_rules import sparse_layers
@@ -52,7 +53,7 @@ FAMILIES = (
                 normalise=True,
                 added_to_sum=1e-20,
                 correction="mlp.expert_bias",
-                scale_setting="router_scaling_factor",
+                scale=number_of("router_scaling_factor"),
             ),
             shared="plain",
             shared_ffn=shared_experts("num_shared_experts", least=1),

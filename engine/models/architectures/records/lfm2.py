@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
-from engine.models.architectures.config_values import positive_number, whole_number
+from engine.models.architectures.config_values import number_of, positive_number, whole_number
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.architectures.layer_rules import after_dense, layer_list
 from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx, per_expert
@@ -148,7 +148,7 @@ LFM2_MOE = Family(
             added_to_sum=1e-6,
             correction="mlp.expert_bias",
             correction_setting="use_expert_bias",
-            scale_setting="routed_scaling_factor",
+            scale=number_of("routed_scaling_factor"),
         ),
         layers=after_dense("num_dense_layers"),
         count_key="num_experts",

@@ -317,6 +317,21 @@ NOINLINE void NAME(values_f32)(const attention *a, const void *values, int64_t f
     value_all(a, values, first, last, PLLM_F32);
 }
 
+/* cap * tanh(score / cap) of `count` scores, a multiple of LANES. */
+static void NAME(bend)(float *scores, int64_t count, float cap) {
+    for (int64_t k = 0; k < count; k += LANES) {
+        const lanes x = load_f32(scores + k) / cap, size = (lanes)((lanes_u)x & 0x7fffffffU), square = x * x;
+        const lanes e = exp_of(size * -2.0f);
+        const lanes_u far = (lanes_u)((1.0f - e) / (1.0f + e)) | ((lanes_u)x & 0x80000000U);
+        /* Of small numbers the difference has few digits. */
+        const lanes_u near = (lanes_u)(x * (1.0f + square * (-1.0f / 3.0f + square * (2.0f / 15.0f + square *
+                                       (-17.0f / 315.0f + square * (62.0f / 2835.0f))))));
+        const lanes_u small = (lanes_u)(size < all(0.3f)), number = (lanes_u)(x == x);
+        const lanes_u bent = (near & small) | (far & ~small);
+        store_f32(scores + k, (lanes)((bent & number) | ((lanes_u)x & ~number)) * cap);
+    }
+}
+
 /* Turns the scores of positions tile..tile + SCORE_TILE) into weights, and rescales what was added up before. */
 static void NAME(soften)(const attention *a, int64_t i, int64_t tile, int64_t from, int64_t to, int64_t end) {
     float *scores = a->scores + i * SCORE_TILE;
@@ -452,6 +467,7 @@ static void NAME(attend)(const attention *a) {
         const void *keys = NAME(readable)(a, (const char *)a->keys + tile * row, blocks, 0), *values = a->turned;
         (half ? NAME(scores_bf16) : NAME(scores_f32))(a, keys, blocks);
         for (int64_t i = 0; i < a->count; i++) {
+            if (a->cap > 0) NAME(bend)(a->scores + i * SCORE_TILE, end - tile, a->cap);
             NAME(soften)(a, i, tile, from, to, end);
             if (half) NAME(pack_weights)(a, i, end - tile);
         }

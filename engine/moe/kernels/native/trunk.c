@@ -375,16 +375,20 @@ static int attend_layer(walk *w, int64_t index, int last) {
     if (layer->latent) return latent_layer(w, index, last);
     if (layer->convolution) return convolution_layer(w, index, last);
     const pllm_pass *pass = job->pass;
-    const int64_t keys = shape_of(job, index)->queries, values = keys + layer->key.rows;
+    const head_shape *shape = shape_of(job, index);
+    const int64_t keys = shape->queries, values = keys + shape->key_value_heads * shape->width;
+    const int64_t gates = values + shape->key_value_heads * shape->width;
     const int prompt = pass->tokens > 1, wanted = !last || pass->logits != NULL;
     const float *qkv = job->qkv;
     int64_t at = pass->start;
-    const pllm_matrix *matrices[3];
-    float *results[3];
+    const pllm_matrix *matrices[MOST_BESIDE];
+    float *results[MOST_BESIDE];
     int count = 0;
     if (layer->key.data) matrices[count] = &layer->key, results[count++] = job->qkv + keys;
     if (layer->value.data) matrices[count] = &layer->value, results[count++] = job->qkv + values;
     if (wanted && !(prompt && last)) matrices[count] = &layer->query, results[count++] = job->qkv;
+    if (layer->gate.data && wanted && !(prompt && last))
+        matrices[count] = &layer->gate, results[count++] = job->qkv + gates;
     project_each(w, w->normed, matrices, results, count, job->projected);
     if (wanted && prompt && last) {
         /* The last row's query by itself, from its own copy of the input. */
@@ -392,10 +396,12 @@ static int attend_layer(walk *w, int64_t index, int last) {
         qkv = job->qkv + (job->positions - 1) * job->projected;
         at += job->positions - 1;
         if (w->rows > 1) keep_last(w);
-        float *const query = (float *)qkv;
-        const pllm_matrix *const matrix = &layer->query;
-        fill_input(w, normed, matrix);
-        project_share(w, &matrix, &query, 1, job->projected);
+        const pllm_matrix *const alone[] = {&layer->query, &layer->gate};
+        float *const to[] = {(float *)qkv, (float *)qkv + gates};
+        for (int i = 0; i < (layer->gate.data ? 2 : 1); i++) {
+            fill_input(w, normed, alone[i]);
+            project_share(w, alone + i, to + i, 1, job->projected);
+        }
     }
     barrier(w);
     if (prompt || !wanted) {
@@ -464,7 +470,7 @@ static void shared_weights(walk *w, const pllm_trunk_layer *layer, float *weight
         if (layer->shared_gate.data)
             exact_linear(w, w->normed + row * hidden, rows, &layer->shared_gate, weights + row, 1);
         for (int64_t i = 0; i < rows; i++)
-            weights[row + i] = layer->shared_gate.data ? 1.0F / (1.0F + expf(-weights[row + i])) : 1.0F;
+            weights[row + i] = layer->shared_gate.data ? 1.0F / (1.0F + expf(-weights[row + i])) : w->job->trunk->shared_scale;
     }
 }
 
@@ -718,7 +724,7 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (trunk->cache_dtype != PLLM_F32 && trunk->cache_dtype != PLLM_BF16 && !packed) return PLLM_E_ARGUMENT;
     if (trunk->kind_count < 1 || trunk->kind_count > PLLM_HEAD_KINDS) return PLLM_E_ARGUMENT;
     for (int64_t kind = 0; kind < trunk->kind_count; kind++)
-        if (trunk->kinds[kind].width % (packed ? CACHE_GROUP : 2)) return PLLM_E_ARGUMENT;
+        if (trunk->kinds[kind].width % (packed ? CACHE_GROUP : 2) || trunk->kinds[kind].heads < 1) return PLLM_E_ARGUMENT;
     if (trunk->expert_groups < 1 || trunk->kept_groups < 1 || trunk->kept_groups > trunk->expert_groups)
         return PLLM_E_ARGUMENT;
     for (int64_t i = 0; i < trunk->layer_count; i++)

@@ -26,7 +26,7 @@
    and one that sees everything, with fewer and wider heads. */
 #define PLLM_HEAD_KINDS 2
 typedef struct pllm_heads {
-    int64_t key_value_heads, width;
+    int64_t heads, key_value_heads, width; /* the first: of queries */
     int64_t rotated; /* leading values of a head that are rotated; even */
 } pllm_heads;
 
@@ -118,6 +118,8 @@ typedef struct pllm_trunk_layer {
     pllm_matrix key;         /* data NULL: keys and values are those of an earlier layer of the same kind and `place` */
     pllm_matrix value;       /* data NULL: values are the keys before they are normed and rotated */
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
+    pllm_matrix gate;        /* [heads * width, hidden] or [heads, hidden]: its activated result scales what each number
+                                or each head has gathered (afmoe, laguna); data NULL: nothing does */
     pllm_matrix shared_gate; /* [1, hidden]: its sigmoid scales the shared expert; data NULL: nothing does */
     pllm_matrix narrow;      /* [width, hidden]: what the routed experts read of the hidden state; data NULL: all of it */
     pllm_matrix widen;       /* [hidden, width]: from their weighted sum to the hidden state, where they have `narrow` */
@@ -170,11 +172,12 @@ typedef struct pllm_trunk {
     int32_t exact_set;   /* kernels that keep activations in float32: routers and gates */
     int32_t cache_dtype; /* of keys and values */
     int32_t head_norm, normalise;
-    int32_t scoring;     /* PLLM_SOFTMAX, PLLM_SIGMOID: what an expert's logit becomes. A group is as good as its best
-                            expert with the former, and as its best two together with the latter */
+    int32_t scoring;     /* PLLM_SOFTMAX, PLLM_SIGMOID: what an expert's logit becomes */
     int32_t rotated_first; /* heads are normed after they are rotated, not before */
     int32_t paired_rotary; /* rows of queries and keys, and their biases, lie so that a rotation turns values 2 i and
                               2 i + 1 of a head, as llama.cpp stores them; 0: i and i + rotated / 2 */
+    int32_t group_best;    /* experts that a group is compared by: its best one, or its best two together */
+    int32_t softplus_gates; /* what a layer's `gate` is activated by; 0: the sigmoid */
     int32_t gated_queries; /* behind each head's query lies its gate, whose sigmoid scales the head's result */
     int32_t delta_kind;    /* PLLM_DELTA, PLLM_MAMBA: what all pllm_delta are */
     int32_t tiled_heads;   /* value head h belongs to key head h % key heads, as llama.cpp stores them; 0: to
@@ -184,6 +187,8 @@ typedef struct pllm_trunk {
     int32_t scale_input;   /* weights of chosen experts multiply their inputs, not their outputs */
     float epsilon, clip, embedding_scale, attention_scale, residual_scale, logits_divisor;
     float logits_cap;    /* logits are cap * tanh(logits / cap); 0: they are not limited */
+    float scores_cap;    /* the same of the scores of attention (gemma2) */
+    float shared_scale;  /* of a shared expert without a gate */
     float routed_scale;  /* of the weights of chosen experts */
     float least_sum;     /* added to the sum that `normalise` divides by; with PLLM_SOFTMAX the least that it is */
     float latent_epsilon; /* of the norms of pllm_latent */

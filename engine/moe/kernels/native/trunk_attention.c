@@ -216,6 +216,25 @@ static void ready_query(const trunk_job *job, float *to, const float *qkv, int64
     pllm_turn(trunk, to, shape->width);
 }
 
+/* Scales what a head has gathered by its gate, from `qkv` of its row. */
+static void gate_head(const trunk_job *job, int64_t layer, const float *qkv, int64_t head, float *gathered) {
+    const pllm_trunk *trunk = job->trunk;
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t width = shape->width, rows = trunk->layers[layer].gate.rows;
+    if (trunk->gated_queries) job->set->gate(gathered, qkv + head * shape->query + width, width);
+    if (!rows) return;
+    const float *gates = qkv + shape->queries + 2 * shape->key_value_heads * width;
+    if (rows > shape->heads && !trunk->softplus_gates) {
+        job->set->gate(gathered, gates + head * width, width);
+        return;
+    }
+    const int64_t each = rows > shape->heads;
+    for (int64_t d = 0; d < width; d++) {
+        const float value = gates[each ? head * width + d : head];
+        gathered[d] *= trunk->softplus_gates ? pllm_softplus(value) : 1.0F / (1.0F + expf(-value));
+    }
+}
+
 /* ---- A prompt --------------------------------------------------------------------------------------------- */
 
 void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t layer, int64_t first_query, int thread,
@@ -235,8 +254,8 @@ void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t laye
         for (int64_t head = 0; head < added; head++)
             add_key_value(job, qkv, 0, layer, head, position, whole, own->rotated);
         if (t < first_query) continue;
-        whole = whole_scale(job, shape, qkv, weights->query_bias, trunk->heads);
-        for (int64_t head = 0; head < trunk->heads; head++) {
+        whole = whole_scale(job, shape, qkv, weights->query_bias, shape->heads);
+        for (int64_t head = 0; head < shape->heads; head++) {
             ready_query(job, own->rotated, qkv, layer, head, position, whole);
             memcpy(qkv + head * shape->query, own->rotated, (size_t)shape->width * 4);
         }
@@ -283,7 +302,7 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
                              .scores = own->scores, .packed_queries = own->packed_queries,
                              .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
                              .maximum = own->maximum, .total = own->total, .sum = own->sum, .count = count,
-                             .width = width, .first = from + shift, .last = to + shift, .dtype = trunk->cache_dtype};
+                             .width = width, .first = from + shift, .last = to + shift, .dtype = trunk->cache_dtype, .cap = trunk->scores_cap};
         job->set->attend(&a);
     }
     for (int64_t i = 0; i < count; i++) {
@@ -291,7 +310,7 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
         const float by = 1.0F / own->total[i];
         for (int64_t d = 0; d < width; d++) to[d] = own->sum[i * width + d] * by;
         pllm_turn(trunk, to, width);
-        if (trunk->gated_queries) job->set->gate(to, own->queries[i] + width, width);
+        gate_head(job, layer, job->qkv + (first + i / group) * job->projected, head * group + i % group, to);
     }
 }
 
@@ -350,7 +369,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
         if (stored) {
             own->queries[i] = mine + query * shape->query;
         } else {
-            const float whole = whole_scale(job, shape, mine, weights->query_bias, trunk->heads);
+            const float whole = whole_scale(job, shape, mine, weights->query_bias, shape->heads);
             ready_query(job, own->rotated + i * width, mine, layer, query, at, whole);
             own->queries[i] = own->rotated + i * width;
         }
@@ -370,7 +389,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
                          .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
                          .maximum = job->part_maximum + part, .total = job->part_total + part, .sum = sum,
                          .count = count, .width = width, .first = c->first + shift, .last = c->last + shift,
-                         .dtype = trunk->cache_dtype};
+                         .dtype = trunk->cache_dtype, .cap = trunk->scores_cap};
     job->set->attend(&a);
 }
 
@@ -409,7 +428,7 @@ void pllm_attend_steps(const trunk_job *job, const own_area *own, int64_t layer)
 static void join(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
                  int64_t place, float *to) {
     const head_shape *shape = shape_of(job, layer);
-    const int64_t width = shape->width, heads = job->trunk->heads;
+    const int64_t width = shape->width, heads = shape->heads;
     const float *sinks = job->trunk->layers[layer].sinks;
     chunk c = {0};
     int64_t chunks = 0;
@@ -432,8 +451,7 @@ static void join(const trunk_job *job, int64_t layer, const float *qkv, int64_t 
             }
             for (int64_t d = 0; d < width; d++) result[d] /= total;
             pllm_turn(job->trunk, result, width);
-            if (job->trunk->gated_queries)
-                job->set->gate(result, qkv + row * job->projected + head * shape->query + width, width);
+            gate_head(job, layer, qkv + row * job->projected, head, result);
         }
 }
 

@@ -43,9 +43,9 @@ typedef struct own_area {
 /* A kind of heads, and what follows from it. */
 typedef struct head_shape {
     const float *cosine, *sine;
-    int64_t width, rotated, key_value_heads, kind;
+    int64_t heads, width, rotated, key_value_heads, kind;
     int64_t joined;    /* heads * width */
-    int64_t queries;   /* columns of qkv that are queries, with their gates: keys and values follow */
+    int64_t queries;   /* columns of qkv that are queries, with their gates: keys and values follow, and then a gate */
     int64_t query;     /* columns from one head's query to the next */
     int64_t group;     /* query heads per key/value head */
     int64_t row_group; /* rows of a decoding pass that are taken together */

@@ -33,7 +33,8 @@ typedef struct attention {
     void *turned;              /* [SCORE_TILE, width]: keys in the order of values; without values only */
     float *maximum, *total, *sum;
     int64_t count, width, first, last;
-    int32_t dtype, reserved;
+    int32_t dtype;
+    float cap; /* scores are cap * tanh(score / cap); 0: they are not limited */
 } attention;
 
 /* Tokens of one head of a delta-net or a Mamba-2 layer: its states and what changes them. Widths of values are padded to

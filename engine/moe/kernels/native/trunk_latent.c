@@ -55,6 +55,7 @@ void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t laye
     const int64_t width = trunk->kinds[0].width, rotated = trunk->kinds[0].rotated;
     const int64_t plain = trunk->latent_plain, each = plain + rotated;
     const int64_t stride = trunk->latent_rank ? trunk->heads * each : job->latent_stride;
+    const float *growth = trunk->layers[layer].grown ? job->pass->query_scale : NULL;
     const float *queries = trunk->latent_rank ? job->latent_queries : job->latent_rows + width;
     queries += first * stride;
     for (int64_t head; (head = pllm_pool_next(job->pool)) < trunk->heads;) {
@@ -63,8 +64,10 @@ void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t laye
         multiply(job, own, latent->keys + head, from, stride, count, to + rotated, job->projected);
         for (int64_t i = 0; i < count; i++) {
             float *query = to + i * job->projected;
-            rotate(job, query, from + i * stride + plain, place_of(job->pass, first + i), trunk->attention_scale);
-            for (int64_t d = rotated; d < width; d++) query[d] *= trunk->attention_scale;
+            const int64_t position = place_of(job->pass, first + i);
+            const float scale = trunk->attention_scale * (growth ? growth[position - job->pass->start] : 1.0F);
+            rotate(job, query, from + i * stride + plain, position, scale);
+            for (int64_t d = rotated; d < width; d++) query[d] *= scale;
             pllm_turn(trunk, query, width);
         }
     }

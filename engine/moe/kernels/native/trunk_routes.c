@@ -29,7 +29,7 @@ static void keep_groups(const pllm_trunk *trunk, const pllm_trunk_layer *layer, 
         int64_t worst = -1;
         float least = INFINITY;
         for (int64_t begin = 0; begin < count; begin += each) {
-            const float rank = group_rank(layer, scores, begin, begin + each, trunk->scoring == PLLM_SIGMOID);
+            const float rank = group_rank(layer, scores, begin, begin + each, trunk->group_best > 1);
             if (rank != -INFINITY && rank <= least) worst = begin, least = rank;
         }
         for (int64_t i = 0; worst >= 0 && i < each; i++) scores[worst + i] = -INFINITY;

@@ -61,6 +61,19 @@ static int64_t widest_head(const pllm_trunk *trunk) {
     return most;
 }
 
+static int64_t most_heads(const pllm_trunk *trunk) {
+    int64_t most = 0;
+    for (int64_t kind = 0; kind < trunk->kind_count; kind++) most = MAX(most, trunk->kinds[kind].heads);
+    return most;
+}
+
+/* Rows of the largest gate of what attention has gathered. */
+static int64_t most_gates(const pllm_trunk *trunk) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < trunk->layer_count; i++) most = MAX(most, trunk->layers[i].gate.rows);
+    return most;
+}
+
 /* The last layer that adds keys or changes a state. Behind it only rows whose logits are wanted go on. */
 static int64_t last_kept(const pllm_trunk *trunk) {
     int64_t last = trunk->layer_count - 1;
@@ -74,7 +87,7 @@ static int64_t last_kept(const pllm_trunk *trunk) {
 /* Values of a position that an output projection reads, at most. */
 static int64_t joined_most(const pllm_trunk *trunk) {
     const int64_t delta = trunk->delta_value_heads * trunk->delta_value_width;
-    return MAX(MAX(trunk->heads * widest_head(trunk), delta), trunk->convolution_layers ? trunk->hidden : 0);
+    return MAX(MAX(most_heads(trunk) * widest_head(trunk), delta), trunk->convolution_layers ? trunk->hidden : 0);
 }
 
 /* Columns of the widest matrix that reads job->input or a thread's own. */
@@ -136,17 +149,18 @@ size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
 
 static void describe_heads(trunk_job *job, int64_t kind) {
     const pllm_heads *heads = job->trunk->kinds + kind;
-    const int64_t group = job->trunk->heads / heads->key_value_heads;
+    const int64_t group = heads->heads / heads->key_value_heads;
     const int64_t query = job->trunk->gated_queries ? 2 * heads->width : heads->width;
     job->shapes[kind] = (head_shape){
         .cosine = job->pass->cosine[kind],
         .sine = job->pass->sine[kind],
+        .heads = heads->heads,
         .width = heads->width,
         .rotated = heads->rotated,
         .key_value_heads = heads->key_value_heads,
         .kind = kind,
-        .joined = job->trunk->heads * heads->width,
-        .queries = job->trunk->heads * query,
+        .joined = heads->heads * heads->width,
+        .queries = heads->heads * query,
         .query = query,
         .group = group,
         .row_group = heads->key_value_heads > 1 ? ROW_GROUP : MAX(1, MIN(ROW_GROUP, TOGETHER_QUERIES / group)),
@@ -162,12 +176,12 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     for (int64_t kind = 0; kind < trunk->kind_count; kind++) {
         describe_heads(job, kind);
         const head_shape *heads = job->shapes + kind;
-        job->projected = MAX(job->projected, heads->queries + 2 * heads->key_value_heads * heads->width);
+        job->projected = MAX(job->projected, heads->queries + 2 * heads->key_value_heads * heads->width + most_gates(trunk));
     }
     const int64_t length = pass->start + pass->tokens;
     job->chunk_limit = pllm_chunk_limit(length) + pass->segment_count;
     job->part_rows = pass->as_steps ? positions : pass->rows;
-    const int64_t parts = trunk->heads * job->chunk_limit * job->part_rows;
+    const int64_t parts = most_heads(trunk) * job->chunk_limit * job->part_rows;
     const int64_t many = positions > FEW_LIMIT ? positions : 0;
     size_t shared;
     experts_bytes(job, &job->own_experts, &shared);

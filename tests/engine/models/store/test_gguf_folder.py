@@ -530,9 +530,9 @@ def test_a_changed_file_is_another_model(tiny_llama: Path, tmp_path: Path) -> No
         ("qwen2moe", {}, "architecture qwen2moe without experts, which is not supported"),
         ("qwen2", {"expert_count": 8}, "architecture qwen2 with experts, which is not supported"),
         (
-            "gemma2",
+            "gemma",
             {},
-            "architecture gemma2, which is not supported; supported GGUF architectures are command-r",
+            "architecture gemma, which is not supported; supported GGUF architectures are afmoe",
         ),
         ("llama", {"rope.dimension_count": 4}, "rotates 4 of 8"),
         ("llama", {"rope.scaling.type": "longrope"}, "'longrope'"),

@@ -14,7 +14,18 @@ from tests.engine.runtimes.subjects import prompt_of
 from tests.engine.runtimes.torch_oracle import library_run, load, our_run, worst
 from tests.support.tiny_models import TINY_FAMILIES
 
-OTHERS = ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "phimoe", "dbrx", "cohere", "cohere2")
+OTHERS = (
+    "gemma3_text",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "phimoe",
+    "dbrx",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "gemma2",
+)
 """Families with norms of another kind: centred ones, or with weights that are counted from one."""
 
 
