@@ -98,6 +98,9 @@ class ModelSizes:
     """Bytes of the trunk's packed matrices."""
     trunk_plain: TrunkSize = TrunkSize()
     """Numbers of the trunk's other tensors."""
+    table_bytes: int = 0
+    """Bytes of tables of which a token needs few rows. They are read from their files, and no memory is kept for
+    them."""
     native_copies: int = 0
     """Bytes of the trunk's matrices that native copies because of the order in which they are stored."""
     mlx_codes: TrunkSize | None = None
@@ -199,6 +202,7 @@ class ModelSizes:
             trunk_bytes=0,
             trunk_numbers=None,
             trunk_stored=TrunkSize(),
+            table_bytes=0,
             shared_bytes=0,
             embedding_bytes=0,
             trunk_is_mapped=False,
@@ -236,7 +240,7 @@ class ModelSizes:
     @property
     def trunk_file_bytes(self) -> int:
         """Bytes of the trunk on the disk, and when it is sent to another machine."""
-        return self.trunk_stored.total or self.trunk_bytes
+        return (self.trunk_stored.total or self.trunk_bytes) + self.table_bytes
 
     @property
     def weights_per_trunk_byte(self) -> float:

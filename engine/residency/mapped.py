@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import ModelError
+from engine.models.architectures.families import FAMILIES, is_table
 from engine.models.architectures.quantisation import schemes
 from engine.models.folders.opening import open_model
 from engine.models.folders.shard_files import part_of
@@ -49,7 +50,8 @@ class Locked:
 
 
 class MappedWeights:
-    """The trunk and the held experts of a model folder, in the order in which a pass uses them."""
+    """The trunk and the held experts of a model folder, in the order in which a pass uses them. Tables are read where
+    they lie and are not among them."""
 
     own_memory = False
 
@@ -71,7 +73,10 @@ class MappedWeights:
         shard = part_of(folder)
         # Touching a hole of a shard would fill memory with zeros.
         pieces = layout.trunk if trunk and (shard is None or shard.has_trunk) else ()
-        runs: list[Run] = [run for piece in pieces for run in runs_of(piece)]
+        family = FAMILIES.get(str(layout.config.get("model_type")))
+        runs: list[Run] = [
+            run for piece in pieces for run in runs_of(each for each in piece if not is_table(family, each[0]))
+        ]
         later: list[Run] = []
         for layer in layout.layers:
             here: Sequence[int] = range(layout.count) if shard is None else shard.held(layer)

@@ -308,7 +308,7 @@ Config = dict[str, Any]
 
 
 Bytes = NDArray[np.uint8]
-_ITEM_BYTES = {"uint8": 1, "uint16": 2, "bfloat16": 2, "float16": 2, "float32": 4}
+_ITEM_BYTES = {"uint8": 1, "uint16": 2, "bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
 """Bytes of a number, by the names that a part may have for its numbers."""
 
 

@@ -262,6 +262,9 @@ def _choices(load: Load, sizes: ModelSizes, runtime: RuntimeChoice) -> list[Plan
 
 
 def _laid_out(headers: Headers, sizes: ModelSizes, runtime: RuntimeChoice) -> Iterator[PlannedChoice]:
+    if sizes.table_bytes:
+        held = f"{sizes.table_bytes / 1e9:.1f} GB"
+        yield PlannedChoice("n-grams", held, "read from the disk as they are needed, a few rows a token")
     if runtime.name == "mlx" and sizes.mlx_codes is not None:
         stored = headers.sizes.trunk_stored.total + headers.sizes.expert_bytes
         held = f"{(sizes.trunk_bytes + sizes.expert_bytes) / 1e9:.1f} GB"

@@ -295,6 +295,11 @@ def unused_tensors(config: Mapping[str, Any], family: Family) -> tuple[str, ...]
     )
 
 
+def is_table(family: Family | None, name: str) -> bool:
+    """Whether few rows of the checkpoint tensor ``name`` are read, each where it lies."""
+    return family is not None and any(part in name for part in family.tables)
+
+
 def prepared_layout(family: Family, has_bias: bool) -> Layout:
     """The layout in which prepared folders hold the experts of ``family``: every tensor has those of a whole layer,
     ``gate`` and ``up`` are one, and no matrix is transposed or interleaved."""

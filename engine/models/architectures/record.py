@@ -206,6 +206,22 @@ class MambaSizes:
         return self.values + 2 * self.groups * self.states
 
 
+@dataclass(frozen=True)
+class LexicalSizes:
+    """What the ``layers`` that add embeddings of n-grams keep of the text (qwen4_exp): the last ``tokens`` - 1 tokens,
+    and the last inputs of a convolution of ``channels`` over ``taps`` tokens that are ``tokens`` apart."""
+
+    layers: tuple[int, ...]
+    tokens: int
+    taps: int
+    channels: int
+
+    @property
+    def kept(self) -> int:
+        """Tokens whose inputs the convolution needs again."""
+        return (self.taps - 1) * self.tokens
+
+
 def no_windows(config: Config, layers: int) -> list[int]:
     """No layer has a sliding window."""
     return [0] * layers
@@ -243,6 +259,11 @@ class DecoderRecord:
     norms: Norms = "before"
     layer_scale: bool = False
     """Whether a number of its own (``layer_scalar``) scales the hidden state after each layer (gemma4)."""
+    index_width: str = ""
+    """Setting of the width of a further key of each token, by which attention chooses blocks of tokens; empty: none
+    (qwen4_exp)."""
+    lexical: Callable[[Config], LexicalSizes | None] = lambda config: None
+    """The embeddings of n-grams that layers add to the hidden state; None: there are none."""
     own_input: str = ""
     """Setting of the width of an embedding that each layer has of its own, 0 without; empty: none (gemma4)."""
     head_kinds: Callable[[Config, int], list[str]] | None = None
@@ -441,6 +462,8 @@ class Family:
     """Whether checkpoints may have further layers for multi-token prediction, which are not used."""
     unused: tuple[str, ...] = ()
     """Beginnings of the names of other tensors that checkpoints may have and that are not used."""
+    tables: tuple[str, ...] = ()
+    """Parts of the names of tensors of which a token needs few rows, so large that they are read from their files."""
     native: bool = True
     """Whether the native trunk runs it."""
     gguf: GgufRecord | None = None

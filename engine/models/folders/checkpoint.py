@@ -21,6 +21,7 @@ from engine.models.architectures.composite import language_tensors
 from engine.models.architectures.families import (
     ExpertLayers,
     expert_shape,
+    is_table,
     layer_count,
     layer_of,
     match_tensor,
@@ -120,17 +121,25 @@ class Checkpoint:
     def trunk_bytes(self) -> int:
         if self._shard is not None and not self._shard.has_trunk:
             return 0
-        return sum(entry.nbytes for _, entry in self._trunk.values())
+        return sum(entry.nbytes for name, (_, entry) in self._trunk.items() if not is_table(self.family, name))
 
     @property
     def trunk_entries(self) -> Mapping[str, tuple[str, TensorEntry]]:
-        """The trunk's tensors by name: their file, and where they lie in it."""
+        """The trunk's tensors and the tables by name: their file, and where they lie in it."""
         return self._trunk
 
     def trunk(self) -> Iterator[tuple[str, StoredTensor]]:
+        return self._tensors(tables=False)
+
+    def tables(self) -> Iterator[tuple[str, StoredTensor]]:
+        return self._tensors(tables=True)
+
+    def _tensors(self, tables: bool) -> Iterator[tuple[str, StoredTensor]]:
         if self._shard is not None:
             self._shard.require_trunk()
         for name, (file_name, entry) in self._trunk.items():
+            if is_table(self.family, name) != tables:
+                continue
             words, *parts = (
                 aligned(self._files[file].tensor(part.dtype, part.shape, part.start).words)
                 for file, part in ((file_name, entry), *entry.groups)

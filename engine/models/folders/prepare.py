@@ -178,7 +178,8 @@ def _plan(files: Checkpoint) -> _Preparation:
     layout = prepared_layout(files.family, has_bias)
     # Wide types first: then every tensor begins at a multiple of its own width. By name, so that copies made of the
     # same weights in other files are equal.
-    trunk = sorted(files.trunk(), key=lambda item: (-WIDTHS[item[1].dtype], item[0]))
+    tensors = (*files.trunk(), *files.tables())
+    trunk = sorted(tensors, key=lambda item: (-WIDTHS[item[1].dtype], item[0]))
     count = 1 + len(experts.layers)
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     of_trunk = _PlannedFile(names[0], None, tuple((name, tensor.dtype, tensor.shape) for name, tensor in trunk))

@@ -111,7 +111,8 @@ def sizes_of(files: ModelFiles, dtype: str = "auto") -> ModelSizes:
             mlx_codes=sum(codes for codes, _ in parts),
             mlx_plain=sum(plain for _, plain in parts),
         )
-    return _sizes(files.config, _trunk(files.trunk(), files.config), routed, dtype)
+    sizes = _sizes(files.config, _trunk(files.trunk(), files.config), routed, dtype)
+    return replace(sizes, table_bytes=sum(tensor.nbytes for _, tensor in files.tables()))
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
@@ -239,12 +240,14 @@ def _window(config: Mapping[str, Any]) -> int:
 
 
 def _width(config: Mapping[str, Any]) -> int:
-    """Numbers of a token's keys and values in a layer."""
+    """Numbers of a token's keys and values in a layer, and of the key by which blocks are chosen."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    index = whole_number(config, family.decoder.index_width) if family and family.decoder.index_width else 0
     heads = whole_number(config, "num_attention_heads", "n_heads")
     inner = config.get("attn_config")
     grouped = config.get("num_key_value_heads") or (inner.get("kv_n_heads") if isinstance(inner, Mapping) else None)
     width = config.get("head_dim") or whole_number(config, "hidden_size", "d_model") // heads
-    return 2 * int(grouped or heads) * int(width)
+    return 2 * int(grouped or heads) * int(width) + index
 
 
 def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
@@ -269,7 +272,11 @@ def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
     values = value_heads * value_width
     layers = layer_kinds(config).count("linear_attention")
     padded = value_heads * -(-value_width // columns) * columns
-    return 4 * layers * (padded * key_width + (taps - 1) * (2 * key_heads * key_width + values))
+    nets = 4 * layers * (padded * key_width + (taps - 1) * (2 * key_heads * key_width + values))
+    lexical = None if family is None else family.decoder.lexical(config)
+    if lexical is None:
+        return nets
+    return nets + 4 * len(lexical.layers) * (lexical.kept * lexical.channels + 2 * (lexical.tokens - 1))
 
 
 def native_copies(tensors: Iterable[tuple[str, _Stored]]) -> int:

@@ -231,7 +231,12 @@ class ModelFiles(Protocol):
     def trunk_bytes(self) -> int: ...
 
     def trunk(self) -> Iterator[tuple[str, StoredTensor]]:
-        """Every tensor that is not a routed expert, under the name it has in the Hugging Face checkpoint."""
+        """Every tensor that is no table and not of a routed expert, under the name it has in the Hugging Face
+        checkpoint."""
+        ...
+
+    def tables(self) -> Iterator[tuple[str, StoredTensor]]:
+        """The tensors of which a token needs few rows (:attr:`engine.models.architectures.record.Family.tables`)."""
         ...
 
     @property

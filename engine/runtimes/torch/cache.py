@@ -66,30 +66,70 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         first = self._first_in_reach()
         return self.position.length + query_length - first, first
 
-    def rows_copied(self, position: Position, rows: int) -> GrowingLayer:
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What there is of the buffers, by the kinds of their contents."""
+        found = {kind: getattr(self, attribute) for kind, attribute in _BUFFERS.items() if hasattr(self, attribute)}
+        return {kind: buffer for kind, buffer in found.items() if buffer is not None}
+
+    def rows_copied(self, position: Position, rows: int) -> Self:
         """A new layer of ``rows`` rows, each a copy of this one's only row."""
-        copy = GrowingLayer(position, self.window)
-        if self.key_buffer is not None and self.value_buffer is not None:
-            copy.key_buffer = _repeated(self.key_buffer, rows, position.length)
-            copy.value_buffer = _repeated(self.value_buffer, rows, position.length)
+        copy = type(self)(position, self.window)
+        for kind, buffer in self.buffers().items():
+            setattr(copy, _BUFFERS[kind], _repeated(buffer, rows, position.length))
         return copy
 
     def move(self, rows: torch.Tensor, parents: torch.Tensor, start: int) -> int:
         """Copy the contents from position ``start`` on of each row ``parents[i]`` to row ``rows[i]``. Returns the bytes
         moved."""
         moved = 0
-        for buffer in (self.key_buffer, self.value_buffer):
-            if buffer is not None:
-                part = buffer[:, :, start : self.position.length]
-                taken = part.index_select(0, parents)
-                part.index_copy_(0, rows, taken)
-                moved += taken.nbytes
+        for buffer in self.buffers().values():
+            part = buffer[:, :, start : self.position.length]
+            taken = part.index_select(0, parents)
+            part.index_copy_(0, rows, taken)
+            moved += taken.nbytes
         return moved
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(buffer.nbytes for buffer in (self.key_buffer, self.value_buffer) if buffer is not None)
+        return sum(buffer.nbytes for buffer in self.buffers().values())
+
+
+_BUFFERS = {"keys": "key_buffer", "values": "value_buffer", "index": "index_buffer"}
+"""Attributes of a layer's buffers by the kinds of their contents."""
+
+
+class IndexedLayer(GrowingLayer):
+    """A layer that chooses blocks of tokens by a further key of each token (qwen4_exp), [rows, 1, capacity, width].
+
+    transformers asks the first of them for the positions of the tokens so far, which are their places in the row.
+    """
+
+    def __init__(self, position: Position, window: int | None = None) -> None:
+        super().__init__(position, window)
+        self.index_buffer: torch.Tensor | None = None
+        self._placed: torch.Tensor | None = None
+
+    def update_indexer(self, keys: torch.Tensor) -> torch.Tensor:
+        """Append ``keys`` [rows, tokens, width]; returns those of all tokens, as a view."""
+        start = self.position.length
+        end = start + keys.shape[1]
+        buffer = self.index_buffer = _with_room(self.index_buffer, keys[:, None], start, end)
+        buffer[:, 0, start:end] = keys
+        return buffer[:, 0, :end]
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Positions [3, rows, tokens]; None before the first token."""
+        buffer = self.index_buffer
+        if buffer is None or not self.position.length:
+            return None
+        return torch.arange(self.position.length, device=buffer.device).expand(3, buffer.shape[0], -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor) -> None:
+        """Nothing is kept: transformers sets the positions that it got, and those of the pass, before the pass has
+        succeeded."""
 
 
 def _with_room(buffer: torch.Tensor | None, states: torch.Tensor, length: int, needed: int) -> torch.Tensor:
@@ -201,6 +241,11 @@ class LightningCache(_States, MiniMaxCache):  # type: ignore[misc]
         self.pending[layer_idx, "linear"] = linear_cache
 
 
+_CONVOLVED = ("convolution", "lexical", "tokens")
+"""Kinds of the states that transformers numbers: the last inputs of a layer's convolution, those of the one of its
+embeddings of n-grams, and the last tokens of the text (qwen4_exp)."""
+
+
 class ConvolutionCache(_States, Cache):  # type: ignore[misc]
     """The cache of families whose convolving layers keep their last inputs [rows, channels, kernel].
 
@@ -213,11 +258,12 @@ class ConvolutionCache(_States, Cache):  # type: ignore[misc]
         _States.__init__(self, layers, position)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        state = self.states.get((layer_idx, "convolution"))
+        key = layer_idx, _CONVOLVED[state_idx]
+        state = self.states.get(key)
         if state is None:
             return None
         # A step writes into what it gets.
-        changed = self.pending[layer_idx, "convolution"] = state.clone()
+        changed = self.pending[key] = state.clone()
         return changed
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -234,13 +280,14 @@ class ConvolutionCache(_States, Cache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Append ``conv_states`` [rows, channels, tokens] to the earlier ones, and keep the last
         ``conv_kernel_size``."""
-        before = self.states.get((layer_idx, "convolution"))
+        key = layer_idx, _CONVOLVED[state_idx]
+        before = self.states.get(key)
         whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         missing = max(0, conv_kernel_size - whole.shape[-1])
         whole = torch.nn.functional.pad(whole, (missing, 0))
         kept = whole[..., -conv_kernel_size:]
         # In this order, as torch's convolution of other strides is hundreds of times slower.
-        self.pending[layer_idx, "convolution"] = kept.clone(memory_format=torch.contiguous_format)
+        self.pending[key] = kept.clone(memory_format=torch.contiguous_format)
         return whole
 
     def update_recurrent_state(
@@ -274,7 +321,8 @@ def empty_cache(config: Any) -> AnyCache:
     if not WITHOUT_KEYS.isdisjoint(getattr(config, "layer_types", None) or ()):
         delta_nets = family is not None and family.decoder.mixer == "delta-net"
         kind = ConvolutionCache if delta_nets else WritingCache
-        return kind([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
+        layer = IndexedLayer if family is not None and family.decoder.index_width else GrowingLayer
+        return kind([layer(position) for _ in range(config.num_hidden_layers)], position)
     _, options = get_layer_types_and_kwargs(config)
     return KeyValueCache([GrowingLayer(position, option.get("sliding_window")) for option in options], position)
 
@@ -282,7 +330,7 @@ def empty_cache(config: Any) -> AnyCache:
 # --- contents of a row as bytes --------------------------------------------------------------------------------------
 
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int64": torch.int64}
 
 
 def contents_of(cache: AnyCache) -> list[RowArray]:
@@ -290,9 +338,8 @@ def contents_of(cache: AnyCache) -> list[RowArray]:
     length = cache.position.length
     arrays = []
     for index, layer in enumerate(cache.layers):
-        for kind, buffer in (("keys", layer.key_buffer), ("values", layer.value_buffer)):
-            if buffer is not None:
-                arrays.append(RowArray.of(f"{index} {kind}", buffer[:, :, :length], _bytes_of))
+        for kind, buffer in layer.buffers().items():
+            arrays.append(RowArray.of(f"{index} {kind}", buffer[:, :, :length], _bytes_of))
     states: dict[tuple[int, str], torch.Tensor] = getattr(cache, "states", {})
     return arrays + [RowArray.of(f"{index} {kind}", state, _bytes_of) for (index, kind), state in states.items()]
 
@@ -319,27 +366,27 @@ def fill_cache(cache: AnyCache, length: int, parts: Sequence[RowPart], fill: Fil
         for (layer, kind), part in zip(slots, parts, strict=True):
             content = torch.empty(part.shape, dtype=_DTYPES[part.numbers])
             fill(content.reshape(-1).view(torch.uint8).numpy())
-            if kind not in ("keys", "values"):
+            if kind not in _BUFFERS:
                 assert not isinstance(cache, KeyValueCache)
                 cache.states[layer, kind] = content.to(device)
                 continue
             rows, heads, _, width = part.shape
             buffer = torch.empty((rows, heads, room_for(length), width), dtype=content.dtype, device=device)
             buffer[:, :, :length] = content
-            setattr(cache.layers[layer], "key_buffer" if kind == "keys" else "value_buffer", buffer)
+            setattr(cache.layers[layer], _BUFFERS[kind], buffer)
     cache.position.length = length
 
 
 def _slot(cache: AnyCache, part: RowPart, length: int) -> tuple[int, str]:
     """The layer and the kind of ``part``. Raises ValueError if a cache of ``length`` tokens has no such part."""
     index, _, kind = part.name.partition(" ")
-    kinds: tuple[str, ...] = ("keys", "values")
+    kinds: tuple[str, ...] = tuple(_BUFFERS)
     if not cache.can_truncate:
-        kinds += ("linear", "convolution", "recurrent")
+        kinds += ("linear", "recurrent", *_CONVOLVED)
     known = index.isdecimal() and len(index) < 6 and int(index) < len(cache.layers) and kind in kinds
     shape: Any = part.shape
     if not known or part.numbers not in _DTYPES or not 2 <= len(shape) <= 4 or shape[0] != 1:
         raise ValueError(f"the model has no {part.name} of the shape {shape}")
-    if kind in ("keys", "values") and (len(shape) != 4 or shape[2] != length):
+    if kind in _BUFFERS and (len(shape) != 4 or shape[2] != length):
         raise ValueError(f"{part.name} of the shape {shape} are not those of {length} tokens")
     return int(index), kind

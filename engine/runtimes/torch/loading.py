@@ -23,7 +23,7 @@ from engine.models.architectures.quantisation import QUANTISATION_KEYS
 from engine.models.formats.model_files import ModelFiles, StoredTensor
 from engine.moe.kernels.bindings import KernelChoice
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
-from engine.runtimes.torch.packed_modules import PackedEmbedding, PackedLinear, kernels_for, packed_module
+from engine.runtimes.torch.packed_modules import PackedEmbedding, PackedLinear, kernels_for, map_tables, packed_module
 
 BUILDING = threading.Lock()
 """Lock held while transformers builds a model, because it then replaces methods of its classes for all threads."""
@@ -103,6 +103,7 @@ def fill_trunk(
     Packed tensors stay where they lie (:mod:`engine.runtimes.torch.packed_modules`) or are unpacked. Raises ModelError
     naming the first tensor that is missing, unexpected, of the wrong shape or duplicate.
     """
+    map_tables(model, files, dtype)
     expected: dict[str, torch.Tensor] = model.state_dict()
     kernels = kernels_for(device, dtype)
     keep_float32 = _keep_float32(model, dtype)

@@ -215,7 +215,7 @@ class TorchModel(LocalModel):
         with torch.inference_mode(), kernels_for(len(tokens) * len(tokens[0]), self._convolves):
             inputs: dict[str, Any] = {
                 "input_ids": torch.tensor(tokens, device=self.device),
-                "position_ids": torch.arange(start, start + len(tokens[0]), device=self.device)[None],
+                "position_ids": torch.arange(start, start + len(tokens[0]), device=self.device).expand(len(tokens), -1),
                 "past_key_values": cache,
                 "use_cache": True,
             }

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.models.formats.model_files import Change, StoredTensor
+from engine.models.formats.lookup_table import LookupTable, lookup_tables, misplaced, misshapen
+from engine.models.formats.model_files import Change, ModelFiles, StoredTensor
 from engine.models.formats.number_formats import is_packed
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose, load
 from engine.moe.kernels.layers import matrix, product_error
@@ -119,11 +120,43 @@ def packed_module(
     return None
 
 
+class MappedEmbedding(nn.Module):  # type: ignore[misc]
+    """Replaces an embedding by the rows of ``table``, which are read where they lie, in ``dtype``."""
+
+    weight = torch.empty(0)
+    """What tells transformers where rows are looked up: on the CPU."""
+
+    def __init__(self, table: LookupTable, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = table
+        self._dtype = dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.table.rows_of(ids.reshape(-1).numpy())
+        found = unpacked(rows, self._dtype) if is_packed(rows.dtype) else view(rows).to(self._dtype)
+        return found.view(*ids.shape, self.table.shape[1])
+
+
+def map_tables(model: nn.Module, files: ModelFiles, dtype: torch.dtype) -> None:
+    """Replace the embeddings of the skeleton ``model`` that are tables of ``files``. Raises ModelError."""
+    for name, table in lookup_tables(files).items():
+        try:
+            old: Any = model.get_submodule(name)
+        except AttributeError as error:
+            raise misplaced(name) from error
+        wanted = (old.num_embeddings, old.embedding_dim)
+        if table.shape != wanted:
+            raise misshapen(name, table.shape, wanted)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, MappedEmbedding(table, dtype))
+
+
 def numbers_kept_packed(model: Any) -> int:
-    """Number of weights in packed modules of ``model``, each tensor counted once."""
+    """Number of weights of ``model`` that are read where they lie, each tensor counted once."""
     sizes = {
         module.blocks.data_ptr(): module.stored.shape
         for module in model.modules()
         if isinstance(module, PackedLinear | PackedEmbedding)
     }
-    return sum(rows * columns for rows, columns in sizes.values())
+    tables = [module.table for module in model.modules() if isinstance(module, MappedEmbedding)]
+    return sum(rows * columns for rows, columns in (*sizes.values(), *(table.shape for table in tables)))

@@ -50,6 +50,14 @@ def test_touching_brings_back_what_the_system_dropped(large: Path):
     weights.close()
 
 
+def test_tables_are_neither_touched_nor_locked(tiny_model: TinyModel):
+    folder = tiny_model("qwen4_exp_text")
+    layout, tables = layout_of(folder), sum(tensor.nbytes for _, tensor in open_model(folder).tables())
+    weights = MappedWeights(folder)
+    assert weights.nbytes == layout.trunk_bytes - tables + layout.expert_bytes * len(layout.experts)
+    weights.close()
+
+
 def test_what_a_gpu_has_a_copy_of_comes_last(large: Path):
     layout = layout_of(large)
     first = layout.layers[0]

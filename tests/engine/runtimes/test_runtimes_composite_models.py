@@ -67,6 +67,17 @@ def test_the_language_model_is_that_of_its_own_family(
 
 
 @needs_kernels
+def test_the_language_model_of_qwen_4_runs_with_tables_in_their_files(tmp_path: Path) -> None:
+    alone = write_tiny_model(tmp_path / "alone", "qwen4_exp_text")
+    folder = write_composite(tmp_path / "whole", alone, "qwen4_exp")
+    tokens = prompt_of(40)
+    answer, theirs = library_run(alone, tokens, chunks=1)
+    model = load(folder, dtype="float32")
+    assert model.facts.family == "qwen4_exp_text"
+    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+
+
+@needs_kernels
 def test_the_language_model_of_llama_4_is_prepared_and_run(
     published: Published, prepared: Callable[[Path], Path]
 ) -> None:

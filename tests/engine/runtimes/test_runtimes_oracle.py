@@ -123,7 +123,8 @@ def check_facts(model: LoadedModel, folder: Path, family: str) -> None:
     copied = native_copies(files.trunk()) if facts.runtime == "native" else 0
     assert (facts.family, facts.dtype, facts.trunk_bytes) == (family_of(family), "float32", files.trunk_bytes + copied)
     # What is no parameter in transformers (buffers of some routers) lies in the files, too.
-    assert 0.99 < facts.parameters * 4 / (facts.trunk_bytes - copied + facts.expert_bytes) <= 1.0
+    tables = sum(tensor.nbytes for _, tensor in files.tables())
+    assert 0.99 < facts.parameters * 4 / (facts.trunk_bytes + tables - copied + facts.expert_bytes) <= 1.0
     if files.experts is None:
         assert (facts.experts, facts.experts_per_token, facts.moe_layers, facts.expert_bytes) == (0, 0, [], 0)
         assert facts.executor == "none (dense)" and model.popularity is None
@@ -138,8 +139,7 @@ def check_facts(model: LoadedModel, folder: Path, family: str) -> None:
         assert facts.key_value_bytes_per_token == sum(
             buffer.shape[1] * buffer.shape[3] * buffer.itemsize
             for layer in rows._cache.layers
-            for buffer in (layer.key_buffer, layer.value_buffer)
-            if buffer is not None
+            for buffer in layer.buffers().values()
         )
 
 

@@ -92,7 +92,10 @@ def test_trunk_and_experts_together_are_the_whole_checkpoint(tiny_model: TinyMod
         own = FAMILIES[family_of(family)].stored_prefix or "model."
         assert tensor.words.tobytes() == stored[name.replace("model.", own, 1)].tobytes()
     experts = files.experts
-    assert sum(array.nbytes for array in stored.values()) == files.trunk_bytes + (experts.nbytes if experts else 0)
+    tables = sum(tensor.nbytes for _, tensor in files.tables())
+    assert tables + files.trunk_bytes + (experts.nbytes if experts else 0) == sum(
+        array.nbytes for array in stored.values()
+    )
     assert files.trunk_bytes == sum(tensor.nbytes for tensor in trunk.values())
     assert (experts is None) == (family not in TINY_MOE_FAMILIES)
     assert files.config["model_type"] == family_of(family)

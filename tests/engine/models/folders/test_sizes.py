@@ -34,9 +34,20 @@ def test_headers_tell_what_the_loaded_model_tells(tiny_model: Callable[..., Path
         assert sizes.trunk_bytes == pytest.approx(facts.trunk_bytes, rel=0.02)
         assert sizes.key_value_bytes_per_token == facts.key_value_bytes_per_token
         assert sizes.state_bytes == facts.state_bytes
-        with_states = ("qwen3_5", "qwen3_next", "lfm2", "granitemoehybrid", "nemotron_h")
+        with_states = ("qwen3_5", "qwen3_next", "qwen4_exp", "lfm2", "granitemoehybrid", "nemotron_h")
         assert (sizes.state_bytes > 0) == family.startswith(with_states)
         model.close()
+
+
+def test_tables_are_no_part_of_the_trunk_and_of_no_plan_for_memory(tiny_model: Callable[..., Path]) -> None:
+    files = open_model(tiny_model("qwen4_exp_text"))
+    sizes = sizes_of(files)
+    tables = dict(files.tables())
+    assert len(tables) == 2 * 5 and not tables.keys() & dict(files.trunk()).keys()
+    assert sizes.table_bytes == sum(tensor.nbytes for tensor in tables.values()) > 0
+    assert sizes.trunk_bytes == sum(tensor.nbytes for _, tensor in files.trunk())
+    assert sizes.trunk_file_bytes == sizes.trunk_bytes + sizes.table_bytes
+    assert sizes_of(open_model(tiny_model("qwen3_next"))).table_bytes == 0
 
 
 def test_only_a_row_of_an_embedding_beside_the_head_is_read(tiny_model: Callable[..., Path]) -> None:

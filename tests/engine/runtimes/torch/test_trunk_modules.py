@@ -19,6 +19,7 @@ OTHERS = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "qwen4_exp_text",
     "phimoe",
     "dbrx",
     "cohere",

@@ -1,0 +1,81 @@
+"""Tables so large that a token's few rows are read where they lie, in one tensor or in several one below the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelError, damaged
+from engine.models.formats.model_files import ModelFiles, StoredTensor
+
+_NAME = re.compile(r"(?P<table>.+?)(?:\.shard_(?P<part>0|[1-9]\d{0,5}))?\.weight", re.ASCII)
+
+
+class LookupTable:
+    """A table [rows, width] that consists of ``parts`` of one format, one below the other."""
+
+    def __init__(self, parts: Sequence[StoredTensor]) -> None:
+        self._parts = parts
+        self._starts = np.cumsum([0, *(part.shape[0] for part in parts)])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self._starts[-1]), self._parts[0].shape[1]
+
+    def rows_of(self, ids: NDArray[np.int64]) -> StoredTensor:
+        """Copies of the rows ``ids`` [n], all of them rows of the table, in its format."""
+        places = np.searchsorted(self._starts, ids, side="right") - 1
+        first = self._parts[0].words
+        words: NDArray[Any] = np.empty((len(ids), *first.shape[1:]), first.dtype)
+        for place in np.unique(places):
+            mine = places == place
+            words[mine] = self._parts[place].words[ids[mine] - self._starts[place]]
+        return StoredTensor(self._parts[0].dtype, words)
+
+
+def lookup_tables(files: ModelFiles) -> dict[str, LookupTable]:
+    """The tables of ``files`` by the names of their modules.
+
+    Raises ModelError if parts are missing or do not fit together, or if a format has scales beside its rows.
+    """
+    found: dict[str, dict[int, StoredTensor]] = {}
+    for name, tensor in files.tables():
+        match = _NAME.fullmatch(name)
+        if match is None or len(tensor.shape) != 2:
+            raise misplaced(name)
+        if tensor.scales is not None:
+            raise ModelError(
+                f"Tensor {name} is stored as {tensor.dtype}, of which single rows are not read; take the model in "
+                "bfloat16."
+            )
+        found.setdefault(match["table"], {})[int(match["part"] or 0)] = tensor
+    tables = {}
+    for name, parts in found.items():
+        missing = next((part for part in range(len(parts)) if part not in parts), None)
+        if missing is not None:
+            raise damaged(f"Tensor {name}.shard_{missing}.weight is missing from the model's files")
+        in_order = [parts[part] for part in range(len(parts))]
+        if len({(part.dtype, part.shape[1]) for part in in_order}) > 1:
+            raise damaged(f"The parts of {name} have several formats or widths")
+        tables[name] = LookupTable(in_order)
+    return tables
+
+
+def misplaced(name: str) -> ModelError:
+    """The error for a table ``name`` that the model has no place for."""
+    return ModelError(
+        f"Tensor {name} has no place in the model as config.json describes it; the files do not belong together: fetch "
+        "the model again."
+    )
+
+
+def misshapen(name: str, shape: Sequence[int], wanted: Sequence[int]) -> ModelError:
+    """The error for a table ``name`` of another ``shape`` than is ``wanted``."""
+    return ModelError(
+        f"Tensor {name} has shape {list(shape)}, but config.json asks for {list(wanted)}; the files do not belong "
+        "together: fetch the model again."
+    )
