@@ -37,6 +37,7 @@ from engine.runtimes.torch.gpu_memory_plan import (
     make_hybrid,
     open_cache,
 )
+from engine.runtimes.torch.indexed_attention import attend_to_all_while_few
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.cuda_device import find_gpu
@@ -140,6 +141,7 @@ class TorchRuntime(Runtime):
                 expect_two_projections(module, names)
                 fill_trunk(module, files, dtype, device, progress)
                 attend_to_latents(module)
+                attend_to_all_while_few(module)
                 if device.type == "cuda":
                     fuse_norms(module)
                 if isinstance(backend, HybridBackend) and room is not None:
