@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -10,7 +15,9 @@ import pytest
 
 from engine.errors import ModelError
 from engine.models.formats.lookup_table import LookupTable, lookup_tables
+from engine.models.formats.mapped_file import MappedFile
 from engine.models.formats.model_files import ModelFiles, StoredTensor
+from engine.system.durable_files import forget_cached
 
 NUMBERS = np.arange(7 * 3, dtype=np.uint32).reshape(7, 3)
 
@@ -56,6 +63,30 @@ def test_parts_are_put_in_the_order_of_their_numbers() -> None:
     )
     assert set(whole) == {"a", "b"}
     assert (whole["a"].rows_of(np.arange(7)).words == NUMBERS).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="which pages are in memory is told by Linux alone")
+def test_a_row_brings_its_own_pages_into_memory_and_no_others(tmp_path: Path) -> None:
+    path, width = tmp_path / "table", 256
+    numbers = np.random.default_rng(1).integers(0, 255, (1 << 15, width), dtype=np.uint8)
+    path.write_bytes(numbers.tobytes())
+    os.sync()
+    forget_cached(path)
+    mapped = MappedFile(path)
+    table = LookupTable([mapped.tensor("U8", numbers.shape, 0)])
+    if pages_in_memory(mapped):
+        pytest.skip("this file system does not drop pages when asked")
+    rows = np.array([5, 20_000, 5, 30_000])
+    assert (table.rows_of(rows).words == numbers[rows]).all()
+    assert pages_in_memory(mapped) == 3
+
+
+def pages_in_memory(mapped: MappedFile) -> int:
+    states = np.zeros(-(-mapped.size // mmap.PAGESIZE), np.uint8)
+    library = ctypes.CDLL(None)
+    library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    assert library.mincore(mapped.address, mapped.size, states.ctypes.data) == 0
+    return int((states & 1).sum())
 
 
 def test_damaged_tables_are_refused() -> None:
