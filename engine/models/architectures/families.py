@@ -141,9 +141,14 @@ def renamed(config: dict[str, Any]) -> dict[str, Any]:
     return config if family is None else {**config, **family.renamed(config)}
 
 
-_MAY_BE_NULL = frozenset(("sliding_window", "num_key_value_heads", "head_dim", "hidden_size_per_layer_input"))
+_MAY_BE_NULL = frozenset(
+    [
+        *("sliding_window", "num_key_value_heads", "head_dim", "hidden_size_per_layer_input"),
+        *("attn_logit_softcapping", "final_logit_softcapping"),
+    ]
+)
 """Settings of which a null does not stand for the family's default: no window, as many as heads, hidden / heads, no
-embeddings of layers."""
+embeddings of layers, no limits."""
 
 
 def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:

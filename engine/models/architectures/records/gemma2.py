@@ -8,7 +8,7 @@ from engine.models.architectures.config_values import positive_number, whole_num
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import sliding_layers, without_ones
 from engine.models.architectures.layer_rules import full_every, kind_windows, kinds_by
-from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MlxRecord
+from engine.models.architectures.record import Config, DecoderRecord, Family, GgufRecord, MlxRecord
 
 _KIND = full_every("", 2)
 _LAYERS_OF_27B = 46
@@ -26,6 +26,12 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         "attn_logit_softcapping": metadata.real("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0),
     }
+
+
+def _without_limits(config: Config) -> str | None:
+    """mlx-lm always divides by them."""
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    return next((f"{name} None" for name in names if config.get(name) is None), None)
 
 
 FAMILIES = (
@@ -63,6 +69,7 @@ FAMILIES = (
                 "tie_word_embeddings": (True,),
                 "use_bidirectional_attention": (False, None),
             },
+            checks=(_without_limits,),
         ),
         tokenizer_class="GemmaTokenizer",
     ),

@@ -95,6 +95,8 @@ def test_a_setting_of_the_wrong_type_is_one_sentence() -> None:
         ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob True"),
         ("qwen2_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
+        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping None"),
+        ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping None"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave False"),
         (
             "hunyuan_v1_dense",

@@ -178,6 +178,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
     "layers with windows do not rotate their heads": ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
+    "no limits, biases of attention": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
     "limited logits, other scores": ("gemma3_text", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 21}),
     "widths of convolutions' networks as they are": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "no shared experts, experts in every second layer": (
