@@ -58,7 +58,7 @@ MISTRAL = Family(
 )
 
 
-def growth(config: Config) -> QueryGrowth | None:
+def _growth(config: Config) -> QueryGrowth | None:
     """How queries grow with their positions, by the rotary settings."""
     rope = config.get("rope_parameters") or {}
     by = rope.get("llama_4_scaling_beta")
@@ -91,7 +91,7 @@ MINISTRAL3 = Family(
     "ministral3",
     whole="mistral3",
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-    decoder=DecoderRecord(windows=one_window, query_growth=growth, rope_theta=1_000_000.0, rope=_MINISTRAL_ROPE),
+    decoder=DecoderRecord(windows=one_window, query_growth=_growth, rope_theta=1_000_000.0, rope=_MINISTRAL_ROPE),
     gguf=GgufRecord(
         "mistral3",
         "Ministral3ForCausalLM",

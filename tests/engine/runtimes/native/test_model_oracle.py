@@ -33,6 +33,15 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gates of each number": ("laguna", {"gating": "per-element"}),
+    "experts by softmax, summed, behind plain norms": (
+        "cohere2_moe",
+        {"expert_selection_fn": "softmax", "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-5},
+    ),
+    "sinks without shared experts, rotated everywhere": (
+        "granitemoe_swa",
+        {"shared_intermediate_size": 0, "layer_rope_theta": None},
+    ),
     "odd head width, one key/value head": ("llama", {"head_dim": 22, "num_key_value_heads": 1}),
     "a key/value head per head": ("mixtral", {"num_key_value_heads": 6}),
     "head width over a block": ("qwen3", {"head_dim": 72}),
@@ -240,7 +249,7 @@ def test_variants_equal_the_library(name: str, tmp_path: Path, prepared: Callabl
     "family",
     [
         *("llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe", "gemma4_text"),
-        *("granitemoehybrid", "nemotron_h"),
+        *("granitemoehybrid", "nemotron_h", "gemma2", "laguna"),
     ],
 )
 def test_a_prompt_over_several_pieces_pages_and_score_tiles(
@@ -377,6 +386,8 @@ def test_latents_on_every_instruction_set(
         "gemma4_text",
         "granitemoehybrid",
         "nemotron_h",
+        "gemma2",
+        "laguna",
     ],
 )
 def test_every_instruction_set_gives_the_same(

@@ -98,6 +98,13 @@ def test_a_gpu_that_is_asked_for_is_not_left_idle(mixtral: Path, monkeypatch: py
             {},
             "the projections of the latents that its experts read have biases",
         ),
+        ("laguna", {"moe_router_logit_softcapping": 5.0}, {}, "the logits of its routers have a limit"),
+        (
+            "granite_swa",
+            {"layer_rope_theta": [0, 1e4, 1e4, 2e4, 0]},
+            {},
+            "its heads are of 3 kinds, and the most is 2",
+        ),
         ("nemotron_h_dense", {"mlp_hidden_act": "silu"}, {}, "the activation silu has no kernel"),
         ("granitemoehybrid", {"hidden_act": "gelu"}, {}, "its Mamba-2 layers have another activation than silu"),
         ("granitemoehybrid", {"mamba_d_conv": 17}, {}, "its convolutions are over 17 tokens, and the most is 16"),
