@@ -75,7 +75,7 @@ class MappedWeights:
         pieces = layout.trunk if trunk and (shard is None or shard.has_trunk) else ()
         family = FAMILIES.get(str(layout.config.get("model_type")))
         runs: list[Run] = [
-            run for piece in pieces for run in runs_of(each for each in piece if not is_table(family, each[0]))
+            run for piece in pieces for run in runs_of(part for part in piece if not is_table(family, part[0]))
         ]
         later: list[Run] = []
         for layer in layout.layers:
@@ -91,7 +91,7 @@ class MappedWeights:
         runs = without(runs, spent)
         self.computed_bytes -= sum(run.nbytes for run in runs)
         self._files = [_mapping(folder / name) for name, _ in layout.files]
-        theirs = {each.path.resolve(): each for each in in_use}
+        theirs = {mapping.path.resolve(): mapping for mapping in in_use}
         self._touched = [
             theirs.get((folder / name).resolve(), own) for own, (name, _) in zip(self._files, layout.files, strict=True)
         ]

@@ -71,7 +71,7 @@ def lookup_tables(files: ModelFiles) -> dict[str, LookupTable]:
 
     Raises ModelError if parts are missing or do not fit together, or if a format has scales beside its rows.
     """
-    found: dict[str, dict[int, StoredTensor]] = {}
+    stored: dict[str, dict[int, StoredTensor]] = {}
     for name, tensor in files.tables():
         match = _NAME.fullmatch(name)
         if match is None or len(tensor.shape) != 2:
@@ -81,9 +81,9 @@ def lookup_tables(files: ModelFiles) -> dict[str, LookupTable]:
                 f"Tensor {name} is stored as {tensor.dtype}, of which single rows are not read; take the model in "
                 "bfloat16."
             )
-        found.setdefault(match["table"], {})[int(match["part"] or 0)] = tensor
+        stored.setdefault(match["table"], {})[int(match["part"] or 0)] = tensor
     tables = {}
-    for name, parts in found.items():
+    for name, parts in stored.items():
         missing = next((part for part in range(len(parts)) if part not in parts), None)
         if missing is not None:
             raise damaged(f"Tensor {name}.shard_{missing}.weight is missing from the model's files")

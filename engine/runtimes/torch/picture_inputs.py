@@ -18,7 +18,7 @@ def picture_inputs(base: Any, inputs: dict[str, Any], pictures: PicturePass, sig
     if pictures.positions is not None:
         # The first of four says what a token sees.
         spread = torch.from_numpy(pictures.positions).to(positions.device)[:, None]
-        changed["position_ids"] = torch.cat((positions[None], spread))
+        changed["position_ids"] = torch.cat((positions[None], spread.expand(-1, len(positions), -1)))
     if not len(pictures.given):
         return changed
     ids = inputs["input_ids"].clone()

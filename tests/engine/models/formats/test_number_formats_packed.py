@@ -147,6 +147,9 @@ class PackedFiles:
         yield "model.embed_tokens.weight", StoredTensor("BF16", np.zeros((50, HIDDEN), np.uint16))
         yield "model.norm.weight", StoredTensor("BF16", np.ones(HIDDEN, np.uint16))
 
+    def tables(self) -> Iterator[tuple[str, StoredTensor]]:
+        return iter(())
+
 
 @pytest.fixture
 def experts(tmp_path: Path) -> PackedExperts:

@@ -41,10 +41,14 @@ _COMMON: dict[str, Any] = {
 }
 # A window and scaled logits; biases and norms of another kind; other names of layers; experts; a recurrent state.
 MODELS: dict[str, dict[str, Any]] = {
-    "gemma2": {"head_dim": 8, "sliding_window": 6},
+    "vaultgemma": {"head_dim": 8, "sliding_window": 6},
     "stablelm": {"partial_rotary_factor": 0.5},
     "falcon": {"alibi": False},
-    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+    "mimo_v2_flash": {
+        "head_dim": 8, "v_head_dim": 8, "swa_num_key_value_heads": 2, "swa_num_attention_heads": 4, "swa_head_dim": 8,
+        "swa_v_head_dim": 8, "sliding_window": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
     "bamba": {
         "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2, "attn_layer_indices": [1],
     },
@@ -211,10 +215,12 @@ def test_a_family_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_family_that_would_be_wrong_is_refused_by_name(
     part: str, fault: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written(tmp_path / "m", "gemma2")
+    written(tmp_path / "m", "vaultgemma")
     monkeypatch.setattr(GrowingLayer, part, fault)
     for _ in range(2):  # the result is kept
-        with pytest.raises(ModelError, match=r"family gemma2 .* as it does there: .*; choose another model") as error:
+        with pytest.raises(
+            ModelError, match=r"family vaultgemma .* as it does there: .*; choose another model"
+        ) as error:
             loaded(tmp_path / "m")
         assert said in str(error.value) or part in ("get_mask_sizes", "rows_copied")
 
