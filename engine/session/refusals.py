@@ -65,7 +65,7 @@ def way_to_see(facts: ModelFacts, *, has_tower: bool, in_ring: bool) -> str:
     ``has_tower``: its files have the weights of a tower."""
     whole = FAMILIES[facts.family].whole if facts.family in FAMILIES else ""
     if whole not in TOWERS:
-        return "load a model that sees: Qwen 3.5, Qwen 3.6 or a Gemma 4 but its 12B, from safetensors files"
+        return "load a model that sees: Qwen 3.5, Qwen 3.6 or a Gemma 4 but its 12B"
     if in_ring:
         return "load it on this machine alone, as a ring shows it none"
     if not has_tower:
