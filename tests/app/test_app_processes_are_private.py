@@ -23,7 +23,12 @@ from tests.support.unprivileged_reader import check_private, children, readable,
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant"
 CODE = "Read this:\n\n```python\nfor number in range(10):\n    print(number)\n```\n"
-ARGUMENTS = {"app.tui.render.highlight_process": ["2.0"], "engine.system.temporary_folders": ["/nonexistent/folder"]}
+ARGUMENTS = {
+    "app.tui.render.highlight_process": ["2.0"],
+    "engine.models.text.template_sandbox": ["2.0", str(1 << 30)],
+    "engine.pictures.decoding_sandbox": ["2.0", str(1 << 30)],
+    "engine.system.temporary_folders": ["/nonexistent/folder"],
+}
 
 
 def programs() -> Iterator[str]:
