@@ -20,7 +20,8 @@ def test_both_ways_run_the_same_expert(tmp_path: Path) -> None:
     library.prepare(3)
     side = LocalCpuSide(experts, "bfloat16", 1, 1)
     ours = side.cpu.outputs(0, library._inputs[3], torch.zeros(3, 1, dtype=torch.int32))
-    assert torch.allclose(library.run(3).float(), ours, rtol=0.05, atol=2e-5)
+    # The library rounds each product to bfloat16 (2^-9), ours does not. What cancels leaves no relative error to bound.
+    assert (library.run(3).float() - ours).abs().max() <= ours.abs().max() / 32
 
 
 def test_the_row_and_its_table() -> None:
