@@ -76,6 +76,7 @@ ARCHITECTURES = {
     "nemotron_h_latents": "nemotron_h_moe",
     "gemma2": "gemma2",
     "afmoe": "afmoe",
+    "mimo_v2_flash": "mimo2",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -171,6 +172,7 @@ BY_GGUF = (
     *NEMOTRONS,
     "gemma2",
     "afmoe",
+    "mimo2",
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
@@ -179,6 +181,7 @@ _UNKNOWN_TO_GGUF = {
     "router.per_expert_scale": "ffn_down_exps.scale",
     "e_score_correction_bias": "exp_probs_b.bias",
     "mlp.expert_bias": "exp_probs_b.bias",
+    "attention_sink_bias": "attn_sinks.weight",
     "dt_bias": "ssm_dt.bias",
 }
 """Names that the converter makes by itself, by the end of the name of a layer's tensor."""
@@ -710,6 +713,9 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes["layer_types"] = ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
         sizes |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 256}
         sizes |= {"moe_intermediate_size": 256, "intermediate_size": 256}
+    if family == "mimo_v2_flash":
+        del sizes["num_hidden_layers"]
+        sizes |= {"head_dim": 48, "v_head_dim": 32, "n_routed_experts": 16, "moe_intermediate_size": 256}
     if family == "nemotron_h_latents":
         sizes["moe_latent_size"] = 256
     if family in ("qwen3_5_moe_text", "qwen3_next"):

@@ -59,6 +59,8 @@ def write_metadata(
         _write_mamba(writer, config)
     elif architecture == "gemma4":
         _write_two_kinds(writer, config)
+    elif architecture == "mimo2":
+        _write_narrow_values(writer, config)
     else:
         writer.add_head_count_kv(heads)
     if "layer_norm_eps" in config:
@@ -73,7 +75,7 @@ def write_metadata(
     writer.add_rope_freq_base(base)
     if architecture == "deepseek2":
         _write_latents(writer, config, layout)
-    elif config.get("head_dim") and architecture != "gemma4":
+    elif config.get("head_dim") and architecture not in ("gemma4", "mimo2"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     if (
@@ -223,6 +225,20 @@ def _write_two_kinds(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_value_length_swa(narrow)
     writer.add_rope_dimension_count(wide["head_dim"])
     writer.add_rope_dimension_count_swa(narrow)
+
+
+def _write_narrow_values(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """mimo2's layers with a sliding window, which have twice the heads of keys, and its values."""
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    heads, rope = config["num_key_value_heads"], config["rope_parameters"]
+    writer.add_head_count_kv([2 * heads if one else heads for one in slides])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["v_head_dim"])
+    writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
+    writer.add_rope_dimension_count(int(rope["full_attention"]["partial_rotary_factor"] * config["head_dim"]))
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(slides)
 
 
 def _write_convolutions(writer: GGUFWriter, config: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "laguna",
     "cohere2_moe",
     "qwen4_exp_text",
+    "mimo_v2_flash",
 )
 _KINDS_OF_FAMILIES = {
     "gemma4_dense": "gemma4_text",
@@ -424,6 +425,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "num_shared_experts": 1,
         "route_scale": 2.5,
         "mup_enabled": True,
+    },
+    "mimo_v2_flash": {
+        "num_hidden_layers": 4,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 17,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
     },
     "laguna": {
         "num_hidden_layers": 4,

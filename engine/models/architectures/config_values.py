@@ -114,7 +114,7 @@ _RULES: dict[str, _Rule] = {
         whole(0),
         "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts "
         "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input num_local_experts "
-        "num_experts_per_tok shared_intermediate_size prefix_dense_intermediate_size",
+        "num_experts_per_tok shared_intermediate_size prefix_dense_intermediate_size sliding_window_size",
     ),
     **_rules(
         _number,
@@ -127,7 +127,7 @@ _RULES: dict[str, _Rule] = {
         positive,
         "rms_norm_eps norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
         "final_logit_softcapping attn_logit_softcapping query_pre_attn_scalar alpha logit_scale "
-        "layer_norm_eps layer_norm_epsilon",
+        "layer_norm_eps layer_norm_epsilon attention_value_scale",
     ),
     "partial_rotary_factor": _share,
     "rope_theta": _base,

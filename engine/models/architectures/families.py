@@ -144,11 +144,11 @@ def renamed(config: dict[str, Any]) -> dict[str, Any]:
 _MAY_BE_NULL = frozenset(
     [
         *("sliding_window", "num_key_value_heads", "head_dim", "hidden_size_per_layer_input"),
-        *("attn_logit_softcapping", "final_logit_softcapping"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "attention_value_scale"),
     ]
 )
 """Settings of which a null does not stand for the family's default: no window, as many as heads, hidden / heads, no
-embeddings of layers, no limits."""
+embeddings of layers, no limits, no factor."""
 
 
 def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -178,10 +178,12 @@ def _attention(gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any]
     kind = layer_kinds(config)[layer]
     own = layer_config(config, layer, kind)
     hidden, size = config["hidden_size"], own["head_dim"]
-    queries, keys = config["num_attention_heads"] * size, own["num_key_value_heads"] * size
+    queries, keys = own["num_attention_heads"] * size, own["num_key_value_heads"] * size
+    width = own[decoder.value_width] if decoder.value_width else size
+    values, gathered = own["num_key_value_heads"] * width, own["num_attention_heads"] * width
     rows = {"q": 2 * queries if decoder.mixer == "delta-net" else queries}
     if key_layers(config)[layer] == layer:
-        rows |= {"k": keys} | ({} if decoder.keys_are_values(config, kind) else {"v": keys})
+        rows |= {"k": keys} | ({} if decoder.keys_are_values(config, kind) else {"v": values})
     for part, columns in (("weight", (hidden,)), ("bias", ())):
         if part == "bias" and not switched(decoder.qkv_bias, config):
             continue
@@ -196,14 +198,14 @@ def _attention(gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any]
             if short in rows:
                 shape = (width if decoder.head_norm == "whole" else size,)
                 yield NamedTensor.whole(f"{here}attn_{short}_norm.weight", f"{attention}{short}_norm.weight", shape)
-    yield NamedTensor.whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, queries))
+    yield NamedTensor.whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, gathered))
     if decoder.head_gate is not None:
-        shape = (config["num_attention_heads"] if decoder.head_gate.whole(config) else queries, hidden)
+        shape = (own["num_attention_heads"] if decoder.head_gate.whole(config) else gathered, hidden)
         yield NamedTensor.whole(here + "attn_gate.weight", f"{attention}{decoder.head_gate.name}.weight", shape)
     if switched(decoder.output_bias, config):
         yield NamedTensor.whole(here + "attn_output.bias", attention + "o_proj.bias", (hidden,))
-    if decoder.sinks:
-        yield NamedTensor.whole(here + "attn_sinks.weight", attention + "sinks", (config["num_attention_heads"],))
+    if decoder.sinks(config, kind):
+        yield NamedTensor.whole(here + "attn_sinks.weight", attention + "sinks", (own["num_attention_heads"],))
 
 
 def _feed_forward(

@@ -305,8 +305,13 @@ class DecoderRecord:
     """Whether a rotation turns neighbouring values of a head, not values half a head apart (ernie4_5)."""
     query_growth: Callable[[Config], QueryGrowth | None] = lambda config: None
     """How queries grow with their positions (ministral3); None: they do not."""
-    sinks: bool = False
-    """Whether every head has a logit besides those of the keys, which takes a share of the attention (gpt_oss)."""
+    sinks: Callable[[Config, str], bool] = lambda config, kind: False
+    """Whether every head of a kind has a logit besides those of the keys, which takes a share of the attention
+    (gpt_oss)."""
+    value_width: str = ""
+    """Setting of the width of a head's values; empty: that of its keys (mimo_v2_flash)."""
+    value_scale: Number = one
+    """Factor on values as attention adds them up."""
     clip: bool = False
     """Whether ``clip_qkv`` limits queries, keys and values (olmoe)."""
     embedding_scale: Number = one
@@ -422,6 +427,8 @@ class MlxRecord:
     """Rotary position types that the definition honours."""
     partial_rotary: bool = False
     """Whether it honours ``partial_rotary_factor``."""
+    partial_windows: bool = False
+    """Whether it does in layers with a window, too."""
     nested_rotary: bool = False
     """Whether it reads ``rope_parameters`` as transformers 5 writes them."""
     windowed: bool = False

@@ -247,7 +247,8 @@ def _width(config: Mapping[str, Any]) -> int:
     inner = config.get("attn_config")
     grouped = config.get("num_key_value_heads") or (inner.get("kv_n_heads") if isinstance(inner, Mapping) else None)
     width = config.get("head_dim") or whole_number(config, "hidden_size", "d_model") // heads
-    return 2 * int(grouped or heads) * int(width) + index
+    of_values = whole_number(config, family.decoder.value_width) if family and family.decoder.value_width else width
+    return int(grouped or heads) * (int(width) + int(of_values)) + index
 
 
 def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:

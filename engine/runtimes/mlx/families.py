@@ -72,6 +72,6 @@ def _ignored_setting(config: Config, family: MlxRecord) -> str | None:
         if rope_type not in (("default",) if slides else family.rope_types):
             problems.append(f"rope_type {rope_type!r}{of_kind}")
         partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        if partial != 1.0 and (slides or not family.partial_rotary):
+        if partial != 1.0 and not (family.partial_windows if slides else family.partial_rotary):
             problems.append(f"partial_rotary_factor {partial!r}{of_kind}")
     return f"mlx-lm does not honour this {config['model_type']} model's setting {problems[0]}" if problems else None

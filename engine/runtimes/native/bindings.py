@@ -94,6 +94,7 @@ class Heads(ctypes.Structure):
         ("heads", ctypes.c_int64),
         ("key_value_heads", ctypes.c_int64),
         ("width", ctypes.c_int64),
+        ("value_width", ctypes.c_int64),
         ("rotated", ctypes.c_int64),
     )
 
@@ -198,6 +199,7 @@ class Trunk(ctypes.Structure):
         ("logits_divisor", ctypes.c_float),
         ("logits_cap", ctypes.c_float),
         ("scores_cap", ctypes.c_float),
+        ("value_scale", ctypes.c_float),
         ("shared_scale", ctypes.c_float),
         ("routed_scale", ctypes.c_float),
         ("least_sum", ctypes.c_float),
@@ -213,7 +215,8 @@ class CSegment(ctypes.Structure):
     _fields_ = (
         ("keys", ctypes.c_void_p * HEAD_KINDS),
         ("values", ctypes.c_void_p * HEAD_KINDS),
-        ("row_stride", ctypes.c_int64 * HEAD_KINDS),
+        ("key_stride", ctypes.c_int64 * HEAD_KINDS),
+        ("value_stride", ctypes.c_int64 * HEAD_KINDS),
         ("capacity", ctypes.c_int64),
         ("offset", ctypes.c_int64),
         ("start", ctypes.c_int64),

@@ -34,12 +34,13 @@ SMALLEST_PAGE = 128
 
 @dataclass(frozen=True)
 class AlikeLayers:
-    """Layers with attention whose keys and values have the same ``heads`` of the same ``width``, and whose queries see
-    the same ``window`` of positions, their own included (0: all)."""
+    """Layers with attention whose keys have the same ``heads`` of the same ``width`` and their values the same
+    ``value_width``, and whose queries see the same ``window`` of positions, their own included (0: all)."""
 
     layers: int
     heads: int
     width: int
+    value_width: int
     window: int = 0
 
     def first_seen(self, position: int) -> int:
@@ -61,9 +62,14 @@ class PageShape:
 
     @property
     def arrays(self) -> tuple[tuple[str, AlikeLayers], ...]:
-        """Names of a page's arrays and the layers in them, in the order of the page."""
-        names = ("keys", "values") if self.has_values else ("keys",)
-        return tuple((name, alike) for alike in self.alike for name in names)
+        """Names of a page's arrays and the layers in them, with the width of what the array holds, in the order of the
+        page."""
+        held: list[tuple[str, AlikeLayers]] = []
+        for alike in self.alike:
+            held.append(("keys", alike))
+            if self.has_values:
+                held.append(("values", replace(alike, width=alike.value_width)))
+        return tuple(held)
 
     def block_bytes(self, width: int) -> int:
         """Bytes of KEY_BLOCK positions of the keys, or the values, of one head of ``width``. Packed ones
@@ -214,7 +220,7 @@ class Segments:
                 keys, values = page.arrays[each * kind], page.arrays[each * kind + each - 1]
                 entry.keys[kind], entry.values[kind] = keys.ctypes.data, values.ctypes.data
                 if self.rows > 1 and page.rows > 1:
-                    entry.row_stride[kind] = keys.strides[0]
+                    entry.key_stride[kind], entry.value_stride[kind] = keys.strides[0], values.strides[0]
             entry.capacity, entry.offset = page.capacity, segment.offset
             entry.start, entry.count = segment.start, segment.count
         return table, len(self._segments)

@@ -86,7 +86,12 @@ class NativeModel(LocalModel):
         self._ring = ring
         # A page of no layers cannot be mapped.
         alike = [
-            AlikeLayers(max(1, len(shape.layers_of(kind))), heads.key_value_heads, heads.width, shape.window_of(kind))
+            AlikeLayers(
+                max(1, len(shape.layers_of(kind))),
+                heads.key_value_heads,
+                *heads.widths,
+                shape.window_of(kind),
+            )
             for kind, heads in enumerate(shape.kinds)
         ]
         self._page_shape = PageShape(tuple(alike), opened.cache_format, has_values=shape.latent is None)

@@ -139,7 +139,7 @@ def open_native(files: ModelFiles, request: Load, popularity: Popularity | None,
     choice, exact = choose(dtype), choose("float32")
     shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
     packed = request.key_values.upper()
-    fits = packed in BLOCKS and all(kind.width % BLOCKS[packed][0] == 0 for kind in shape.kinds)
+    fits = packed in BLOCKS and all(width % BLOCKS[packed][0] == 0 for kind in shape.kinds for width in kind.widths)
     cache = packed if fits else _STORED[dtype]
     weights = TrunkWeights(files, shape, choice, exact, cache, popularity, in_ring)
     return OpenedModel(files, shape, dtype, choice, cache, weights, _angles(shape), popularity)
@@ -287,7 +287,7 @@ def describe(
 def _notices(opened: OpenedModel, request: Load) -> list[str]:
     notices = ["No GPU was found, so everything runs on the CPU."] if request.partitioning == "hybrid" else []
     if request.key_values not in ("auto", opened.cache_format.lower()):
-        widths = " and ".join(dict.fromkeys(str(kind.width) for kind in opened.shape.kinds))
+        widths = " and ".join(dict.fromkeys(str(width) for kind in opened.shape.kinds for width in kind.widths))
         notices.append(
             f"Keys and values are kept in {opened.dtype}: heads of {widths} numbers do not fit {request.key_values}."
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
@@ -100,16 +100,24 @@ class DeltaShape:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Heads of queries, and of keys and values, in some layers, ``width`` numbers each. ``rope`` rotates the first
-    ``rotated``."""
+    """Heads of queries, and of keys and values, in some layers, ``width`` numbers each, values ``value_width``.
+    ``rope`` rotates the first ``rotated``."""
 
     heads: int
     key_value_heads: int
     width: int
+    value_width: int
     rotated: int
     rope: dict[str, Any]
     keys_are_values: bool = False
     """Whether values are the keys before normalisation and rotation."""
+    sinks: bool = False
+    """Whether each has a logit besides those of the keys."""
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of a key, and of a value."""
+        return self.width, self.value_width
 
 
 @dataclass(frozen=True)
@@ -216,7 +224,6 @@ class Shape:
     paired_rotary: bool
     """Whether checkpoints have the values that a rotation turns together side by side."""
     query_growth: QueryGrowth | None
-    sinks: bool
     gate_heads: GatedHeads | None
     tied: bool
     routers: tuple[str, ...]
@@ -237,6 +244,8 @@ class Shape:
     """Limit of logits; 0: none."""
     scores_cap: float
     """Limit of the scores of attention; 0: none."""
+    value_scale: float
+    """Factor on values as attention adds them up."""
     shared_scale: float
     """Factor on what a plain shared expert gives."""
     norms: Norms
@@ -282,10 +291,10 @@ class Shape:
     def key_value_bytes(self, number_format: str, windowed: bool = False) -> int:
         """Bytes that one token adds to the cache, or to that of layers with a sliding window alone. With latents, keys
         are also the values."""
-        each = 2 if self.latent is None else 1
-        return each * sum(
-            len(self.layers_of(kind)) * heads.key_value_heads * stored_bytes(number_format, (heads.width,))
+        return sum(
+            len(self.layers_of(kind)) * heads.key_value_heads * stored_bytes(number_format, (width,))
             for kind, heads in enumerate(self.kinds)
+            for width in (heads.widths if self.latent is None else heads.widths[:1])
             if not windowed or self.window_of(kind)
         )
 
@@ -338,7 +347,6 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         rotated_first=decoder.rotated_first,
         paired_rotary=decoder.paired_rotary,
         query_growth=decoder.query_growth(config),
-        sinks=decoder.sinks,
         gate_heads=_read_gate_of_heads(config, decoder),
         tied=bool(config.get("tie_embedding", config.get("tie_word_embeddings"))),
         routers=() if router is None else router.names,
@@ -356,6 +364,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         logits_divisor=decoder.logits_divisor(config),
         logits_cap=positive_number(config, decoder.logits_cap, 0.0) if decoder.logits_cap else 0.0,
         scores_cap=positive_number(config, decoder.scores_cap, 0.0) if decoder.scores_cap else 0.0,
+        value_scale=decoder.value_scale(config),
         shared_scale=1.0 if moe is None else moe.shared_scale(config),
         norms=decoder.norms,
         centred_norms=decoder.centred_norms(config),
@@ -469,9 +478,10 @@ def _read_heads(
     if latent is not None:
         rope = rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
         count = whole_number(config, "num_attention_heads")
-        return (HeadShape(count, 1, latent.rotated + latent.latents, latent.rotated, rope),), (0,) * layers
+        width = latent.rotated + latent.latents
+        return (HeadShape(count, 1, width, width, latent.rotated, rope),), (0,) * layers
     if decoder.head_kinds is None:
-        kind, windows = _read_kind(config, decoder, rope_of_kind(config, decoder, "")), decoder.windows(config, layers)
+        kind, windows = _read_kind(config, decoder, ""), decoder.windows(config, layers)
         if any(windows) and not all(windows):
             return (kind, kind), tuple(int(window == 0) for window in windows)
         return (kind,), (0,) * layers
@@ -479,9 +489,7 @@ def _read_heads(
     present = sorted(set(names), reverse=True)
     kinds = []
     for name in present:
-        own = layer_config(config, names.index(name), name)
-        kind = _read_kind(own, decoder, rope_of_kind(config, decoder, name))
-        kinds.append(replace(kind, keys_are_values=decoder.keys_are_values(config, name)))
+        kinds.append(_read_kind(layer_config(config, names.index(name), name), decoder, name))
     return tuple(kinds), tuple(present.index(name) for name in names)
 
 
@@ -496,16 +504,27 @@ def rope_of_kind(config: Mapping[str, Any], decoder: DecoderRecord, kind: str) -
     return rotary.rope_settings({"rope_parameters": own, "max_position_embeddings": longest}, decoder.rope_theta, {})
 
 
-def _read_kind(config: Mapping[str, Any], decoder: DecoderRecord, rope: dict[str, Any]) -> HeadShape:
+def _read_kind(config: Mapping[str, Any], decoder: DecoderRecord, kind: str) -> HeadShape:
+    rope = rope_of_kind(config, decoder, kind)
     hidden, heads = whole_number(config, "hidden_size"), whole_number(config, "num_attention_heads")
     width = whole_number(config, "head_dim", default=hidden // heads)
     key_value_heads = whole_number(config, "num_key_value_heads", default=heads)
-    if heads % key_value_heads or width % 2:
+    values = whole_number(config, decoder.value_width) if decoder.value_width else width
+    if heads % key_value_heads or width % 2 or values % 2:
         raise damaged(
-            f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
-            "together"
+            f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads (values {values}), "
+            "which do not fit together"
         )
-    return HeadShape(heads, key_value_heads, width, _rotated(rope, decoder, width) if rope else 0, rope)
+    return HeadShape(
+        heads,
+        key_value_heads,
+        width,
+        values,
+        _rotated(rope, decoder, width) if rope else 0,
+        rope,
+        decoder.keys_are_values(config, kind),
+        decoder.sinks(config, kind),
+    )
 
 
 def _rotated(rope: Mapping[str, Any], decoder: DecoderRecord, width: int) -> int:

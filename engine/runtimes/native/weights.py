@@ -223,7 +223,7 @@ class TrunkWeights:
             layer_count=shape.layers,
             hidden=shape.hidden,
             heads=shape.heads,
-            kinds=tuple(Heads(kind.heads, kind.key_value_heads, kind.width, kind.rotated) for kind in shape.kinds),
+            kinds=tuple(Heads(kind.heads, kind.key_value_heads, *kind.widths, kind.rotated) for kind in shape.kinds),
             kind_count=len(shape.kinds),
             top_k=shape.top_k,
             delta_layers=0 if delta is None else len(delta.layers),
@@ -263,6 +263,7 @@ class TrunkWeights:
             logits_divisor=shape.logits_divisor,
             logits_cap=shape.logits_cap,
             scores_cap=shape.scores_cap,
+            value_scale=shape.value_scale,
             shared_scale=shape.shared_scale,
             routed_scale=routing.scale,
             least_sum=routing.added_to_sum if routing.scoring == "sigmoid" else routing.least_sum,
@@ -315,31 +316,32 @@ class TrunkWeights:
         layer.kind = shape.kind_of[index]
         heads = shape.kinds[layer.kind]
         queries, keys = heads.heads * heads.width, heads.key_value_heads * heads.width
+        values, gathered = heads.key_value_heads * heads.value_width, heads.heads * heads.value_width
         own = shape.keys_of[index] == index
         # A gate of every query may lie beside it.
         projected = queries if shape.delta is None or shape.delta.is_mamba else 2 * queries
         if shape.merged_attention:
-            merged = tensors.parts(attention + "qkv_proj.weight", (projected, keys, keys), shape.hidden)
+            merged = tensors.parts(attention + "qkv_proj.weight", (projected, keys, values), shape.hidden)
             layer.query, layer.key, layer.value = map(matrix, merged)
         else:
             layer.query = tensors.matrix([attention + "q_proj.weight"], projected, shape.hidden)
             if own:
                 layer.key = tensors.matrix([attention + "k_proj.weight"], keys, shape.hidden)
             if own and not heads.keys_are_values:
-                layer.value = tensors.matrix([attention + "v_proj.weight"], keys, shape.hidden)
-        layer.output = tensors.matrix([attention + "o_proj.weight"], shape.hidden, queries)
+                layer.value = tensors.matrix([attention + "v_proj.weight"], values, shape.hidden)
+        layer.output = tensors.matrix([attention + "o_proj.weight"], shape.hidden, gathered)
         if shape.gate_heads is not None:
-            rows = heads.heads if shape.gate_heads.whole else queries
+            rows = heads.heads if shape.gate_heads.whole else gathered
             layer.gate = tensors.matrix([f"{attention}{shape.gate_heads.name}.weight"], rows, shape.hidden)
         if shape.qkv_bias:
             layer.query_bias = tensors.vector(attention + "q_proj.bias", queries)
         if shape.qkv_bias and own:
             layer.key_bias = layer.value_bias = tensors.vector(attention + "k_proj.bias", keys)
             if not heads.keys_are_values:
-                layer.value_bias = tensors.vector(attention + "v_proj.bias", keys)
+                layer.value_bias = tensors.vector(attention + "v_proj.bias", values)
         if shape.output_bias:
             layer.output_bias = tensors.vector(attention + "o_proj.bias", shape.hidden)
-        if shape.sinks:
+        if heads.sinks:
             layer.sinks = tensors.vector(attention + "sinks", heads.heads)
         growth = shape.query_growth
         layer.grown = int(growth is not None and not (growth.unrotated and heads.rotated))
@@ -353,7 +355,7 @@ class TrunkWeights:
             if own:
                 layer.key_norm = self._norm(attention + "k_norm.weight", keys if whole else heads.width)
         if shape.value_norm:
-            layer.value_norm = tensors.keep(np.ones(heads.width, np.float32))
+            layer.value_norm = tensors.keep(np.ones(heads.value_width, np.float32))
         layer.window = shape.windows[index]
         layer.place = shape.layers_of(layer.kind).index(shape.keys_of[index])
 

@@ -44,6 +44,7 @@ MOE_FAMILIES = (
     "granitemoehybrid",
     "solar_open",
     "afmoe",
+    "mimo_v2_flash",
 )
 FAMILIES = (
     "llama",
@@ -149,6 +150,7 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "minimax_m2": {},
     "dots1": {"moe_intermediate_size": 32},
     "afmoe": {"moe_intermediate_size": 32},
+    "mimo_v2_flash": {"moe_intermediate_size": 32},
     "gemma2": {},
     "solar_open": {"moe_intermediate_size": 32},
     "exaone_moe": {"moe_intermediate_size": 32},

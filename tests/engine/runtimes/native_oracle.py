@@ -75,6 +75,7 @@ FAMILIES = (
     "granitemoe_swa",
     "laguna",
     "cohere2_moe",
+    "mimo_v2_flash",
 )
 GGUF_FAMILIES = tuple(family for family in FAMILIES if family in ARCHITECTURES)
 """Those of them whose GGUF files run."""

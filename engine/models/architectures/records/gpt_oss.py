@@ -69,7 +69,7 @@ FAMILIES = (
             windows=even_windows,
             qkv_bias="attention_bias",
             output_bias="attention_bias",
-            sinks=True,
+            sinks=lambda config, kind: True,
             rope_theta=150_000.0,
             rope={
                 "rope_type": "yarn",

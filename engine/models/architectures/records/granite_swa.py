@@ -55,7 +55,7 @@ def _swa(family: Family, model_type: str, **defaults: Any) -> Family:
         unrotated=_UNROTATED,
         kind_rope=_rope,
         windows=kind_windows(_kinds),
-        sinks=True,
+        sinks=lambda config, kind: True,
     )
     all_defaults = {**family.defaults, "sliding_window": 128, **defaults}
     return replace(

@@ -197,7 +197,7 @@ ALWAYS_INLINE void score_tile(const attention *a, int64_t first, int queries, in
    bfloat16 values lie in pairs of positions; the weight of what is not to be seen is 0. */
 ALWAYS_INLINE void value_tile(const attention *a, int64_t query, int queries, int vectors, const void *values,
                               int64_t first, int64_t last, int64_t d, int dtype) {
-    const int64_t width = a->width;
+    const int64_t width = a->value_width;
     const float *weights = a->scores + query * SCORE_TILE;
     float *sum = a->sum + query * width + d;
     lanes sums[TILE_QUERIES][TILE_VECTORS];
@@ -268,8 +268,8 @@ ALWAYS_INLINE void score_all(const attention *a, const void *keys, int64_t block
 /* `values`: of the tile's first position. */
 ALWAYS_INLINE void value_all(const attention *a, const void *values, int64_t first, int64_t last, int dtype) {
     int64_t d = 0;
-    while (a->width - d >= LANES) {
-        const int wide = a->width - d >= TILE_VECTORS * LANES;
+    while (a->value_width - d >= LANES) {
+        const int wide = a->value_width - d >= TILE_VECTORS * LANES;
         for (int64_t i = 0; i < a->count; i += TILE_QUERIES) {
             const int queries = (int)MIN(TILE_QUERIES, a->count - i);
 #define WIDE_VALUES(n) value_tile(a, i, n, TILE_VECTORS, values, first, last, d, dtype)
@@ -282,11 +282,11 @@ ALWAYS_INLINE void value_all(const attention *a, const void *values, int64_t fir
         }
         d += wide ? TILE_VECTORS * LANES : LANES;
     }
-    for (; d < a->width; d++)
+    for (; d < a->value_width; d++)
         for (int64_t i = 0; i < a->count; i++)
             for (int64_t key = first; key < last; key++) {
-                const int64_t at = dtype == PLLM_BF16 ? key / 2 * 2 * a->width + 2 * d + key % 2 : key * a->width + d;
-                a->sum[i * a->width + d] += a->scores[i * SCORE_TILE + key] * one_any(values, at, dtype);
+                const int64_t at = dtype == PLLM_BF16 ? key / 2 * 2 * a->value_width + 2 * d + key % 2 : key * a->value_width + d;
+                a->sum[i * a->value_width + d] += a->scores[i * SCORE_TILE + key] * one_any(values, at, dtype);
             }
 }
 
@@ -355,8 +355,8 @@ static void NAME(soften)(const attention *a, int64_t i, int64_t tile, int64_t fr
         const float shrink = a->maximum[i] == -INFINITY ? 0.0f : expf(a->maximum[i] - most);
         a->maximum[i] = most;
         a->total[i] *= shrink;
-        float *sum = a->sum + i * a->width;
-        for (int64_t d = 0; d < a->width; d++) sum[d] *= shrink;
+        float *sum = a->sum + i * a->value_width;
+        for (int64_t d = 0; d < a->value_width; d++) sum[d] *= shrink;
     }
     lanes totals = {0};
     for (k = 0; k + LANES <= count; k += LANES) {
@@ -400,7 +400,7 @@ ALWAYS_INLINE void open_keys(const attention *a, const void *from, int64_t block
 
 /* `blocks` of values. */
 ALWAYS_INLINE void open_values(const attention *a, const void *from, int64_t blocks, int bits) {
-    const int64_t width = a->width, row = cached_bytes(a->dtype, width);
+    const int64_t width = a->value_width, row = cached_bytes(a->dtype, width);
     for (int64_t b = 0; b < blocks; b++) {
         const char *pairs = (const char *)from + b * PLLM_KEY_BLOCK * row;
         const uint16_t *scales = (const uint16_t *)(pairs + PLLM_KEY_BLOCK * width * bits / 8);
@@ -454,7 +454,7 @@ static void NAME(turn_keys)(const attention *a, const void *from, int64_t blocks
 
 static void NAME(attend)(const attention *a) {
     const int half = a->dtype != PLLM_F32;
-    const int64_t row = cached_bytes(a->dtype, a->width);
+    const int64_t row = cached_bytes(a->dtype, a->width), value_row = cached_bytes(a->dtype, a->value_width);
     int64_t first = a->last, last = a->first;
     for (int64_t i = 0; i < a->count; i++) {
         first = MIN(first, MAX(a->low[i], a->first));
@@ -474,7 +474,7 @@ static void NAME(attend)(const attention *a) {
         if (!a->values) {
             NAME(turn_keys)(a, keys, blocks, half);
         } else {
-            values = NAME(readable)(a, (const char *)a->values + tile * row, blocks, 1);
+            values = NAME(readable)(a, (const char *)a->values + tile * value_row, blocks, 1);
         }
         (half ? NAME(values_bf16) : NAME(values_f32))(a, values, from - tile, to - tile);
     }

@@ -311,7 +311,7 @@ static int delta_layer(walk *w, int64_t index, int last) {
 }
 
 /* Attention after the projections, of all positions, or in the last layer of a prompt of its last one: `qkv` and `at` are
-   those of the rows that go on. `stored`: keys are in the cache and queries ready. Returns [rows, heads * width]. */
+   those of the rows that go on. `stored`: keys are in the cache and queries ready. Returns [rows, heads * value width]. */
 static const float *gathered(walk *w, int64_t index, int last, const float *qkv, int64_t at, int stored) {
     const trunk_job *job = w->job;
     if (job->pass->tokens > 1 && !last && job->pass->as_steps) {
@@ -376,8 +376,7 @@ static int attend_layer(walk *w, int64_t index, int last) {
     if (layer->convolution) return convolution_layer(w, index, last);
     const pllm_pass *pass = job->pass;
     const head_shape *shape = shape_of(job, index);
-    const int64_t keys = shape->queries, values = keys + shape->key_value_heads * shape->width;
-    const int64_t gates = values + shape->key_value_heads * shape->width;
+    const int64_t keys = shape->queries, values = shape->values, gates = shape->gates;
     const int prompt = pass->tokens > 1, wanted = !last || pass->logits != NULL;
     const float *qkv = job->qkv;
     int64_t at = pass->start;
@@ -724,7 +723,9 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (trunk->cache_dtype != PLLM_F32 && trunk->cache_dtype != PLLM_BF16 && !packed) return PLLM_E_ARGUMENT;
     if (trunk->kind_count < 1 || trunk->kind_count > PLLM_HEAD_KINDS) return PLLM_E_ARGUMENT;
     for (int64_t kind = 0; kind < trunk->kind_count; kind++)
-        if (trunk->kinds[kind].width % (packed ? CACHE_GROUP : 2) || trunk->kinds[kind].heads < 1) return PLLM_E_ARGUMENT;
+        if (trunk->kinds[kind].width % (packed ? CACHE_GROUP : 2) || trunk->kinds[kind].heads < 1 ||
+            trunk->kinds[kind].value_width % (packed ? CACHE_GROUP : 2))
+            return PLLM_E_ARGUMENT;
     if (trunk->expert_groups < 1 || trunk->kept_groups < 1 || trunk->kept_groups > trunk->expert_groups)
         return PLLM_E_ARGUMENT;
     for (int64_t i = 0; i < trunk->layer_count; i++)

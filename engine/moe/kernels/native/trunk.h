@@ -11,22 +11,23 @@
 
 #include "privatellm_kernels.h"
 
-/* Keys lie in blocks of so many positions, transposed: [block][width][PLLM_KEY_BLOCK]; values lie [position][width].
+/* Keys lie in blocks of so many positions, transposed: [block][width][PLLM_KEY_BLOCK]; values lie [position][width of values].
    In bfloat16 two neighbours lie side by side, as dot products of pairs want them: keys
-   [block][width / 2][PLLM_KEY_BLOCK][2], values [position / 2][width][2]. `width` is even. Values that were never
+   [block][width / 2][PLLM_KEY_BLOCK][2], values [position / 2][width of values][2]. Widths are even. Values that were never
    written must be finite.
    In Q8_0 a block is its numbers in the order of bfloat16, 8 bits each, and then their scales, bfloat16
-   [width / 32][PLLM_KEY_BLOCK]: one for 32 neighbours of a position. `width` is a multiple of 32.
+   [width / 32][PLLM_KEY_BLOCK]: one for 32 neighbours of a position. Widths are multiples of 32.
    Q4_0 has 4 bits each, the first of a pair in the low half of a byte. Its keys and values are turned by Hadamard matrices
    before they are rounded, which spreads what is large in one dimension over many; queries are turned, too, and what
    attention gathers is turned back. */
 #define PLLM_KEY_BLOCK 16
 
 /* Heads of keys and values of a layer. Layers with attention are of one kind or of two (Gemma 4): one that sees a window,
-   and one that sees everything, with fewer and wider heads. */
+   and one that sees everything, with fewer and wider heads. Values may be narrower or wider than keys (MiMo V2). */
 #define PLLM_HEAD_KINDS 2
 typedef struct pllm_heads {
     int64_t heads, key_value_heads, width; /* the first: of queries */
+    int64_t value_width; /* even; that of keys with latents, whose keys are the values, too */
     int64_t rotated; /* leading values of a head that are rotated; even */
 } pllm_heads;
 
@@ -118,14 +119,14 @@ typedef struct pllm_trunk_layer {
     pllm_matrix key;         /* data NULL: keys and values are those of an earlier layer of the same kind and `place` */
     pllm_matrix value;       /* data NULL: values are the keys before they are normed and rotated */
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
-    pllm_matrix gate;        /* [heads * width, hidden] or [heads, hidden]: its activated result scales what each number
+    pllm_matrix gate;        /* [heads * value width, hidden] or [heads, hidden]: its activated result scales what each number
                                 or each head has gathered (afmoe, laguna); data NULL: nothing does */
     pllm_matrix shared_gate; /* [1, hidden]: its sigmoid scales the shared expert; data NULL: nothing does */
     pllm_matrix narrow;      /* [width, hidden]: what the routed experts read of the hidden state; data NULL: all of it */
     pllm_matrix widen;       /* [hidden, width]: from their weighted sum to the hidden state, where they have `narrow` */
     const float *attention_norm, *ffn_norm; /* [hidden]; NULL: the part reads the hidden state as it is */
     const float *query_norm, *key_norm;     /* [width] or the whole projection; NULL: none here */
-    const float *value_norm;                /* [width], of each head; or NULL */
+    const float *value_norm;                /* [value width], of each head; or NULL */
     const float *query_bias, *key_bias, *value_bias, *output_bias; /* or NULL */
     const float *router_bias; /* [experts], added to the router's logits; or NULL */
     const float *correction;  /* [experts], added to the experts' scores where they are compared; or NULL */
@@ -188,6 +189,7 @@ typedef struct pllm_trunk {
     float epsilon, clip, embedding_scale, attention_scale, residual_scale, logits_divisor;
     float logits_cap;    /* logits are cap * tanh(logits / cap); 0: they are not limited */
     float scores_cap;    /* the same of the scores of attention (gemma2) */
+    float value_scale;   /* of values as attention adds them up (MiMo V2) */
     float shared_scale;  /* of a shared expert without a gate */
     float routed_scale;  /* of the weights of chosen experts */
     float least_sum;     /* added to the sum that `normalise` divides by; with PLLM_SOFTMAX the least that it is */
@@ -197,11 +199,11 @@ typedef struct pllm_trunk {
 
 /* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. For each kind of heads a
    page holds the keys of its layers, [row][layer][head][capacity / PLLM_KEY_BLOCK][width][PLLM_KEY_BLOCK], and their
-   values, [row][layer][head][capacity][width]. With latents the keys are the values, too, and `values` is not used. Row
-   strides are in bytes; 0: all rows share the page. */
+   values, [row][layer][head][capacity][value width]. With latents the keys are the values, too, and `values` is not used.
+   Strides from one row to the next are in bytes; 0: all rows share the page. */
 typedef struct pllm_segment {
     void *keys[PLLM_HEAD_KINDS], *values[PLLM_HEAD_KINDS];
-    int64_t row_stride[PLLM_HEAD_KINDS];
+    int64_t key_stride[PLLM_HEAD_KINDS], value_stride[PLLM_HEAD_KINDS];
     int64_t capacity, offset, start, count;
 } pllm_segment;
 

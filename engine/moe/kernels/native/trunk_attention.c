@@ -47,10 +47,10 @@ static float whole_scale(const trunk_job *job, const head_shape *shape, const fl
 /* A head of a projection: bias, order, norm, clip. `paired`: the values that a rotation turns together lie side by side,
    and are brought apart, so that everything after is the same to the bit in either order. Head norms are
    in the order of `to`. `from` and `to` do not overlap. */
-static void ready_head(const trunk_job *job, const head_shape *shape, float *to, const float *from, const float *bias,
-                       const float *norm, float whole, int64_t head, int paired) {
+static void ready_head(const trunk_job *job, const head_shape *shape, int64_t width, float *to, const float *from,
+                       const float *bias, const float *norm, float whole, int64_t head, int paired) {
     const pllm_trunk *trunk = job->trunk;
-    const int64_t width = shape->width, base = head * width, half = shape->rotated / 2;
+    const int64_t base = head * width, half = shape->rotated / 2;
     for (int64_t d = 0; d < width; d++) {
         const int64_t place = paired && d < shape->rotated ? d / 2 + d % 2 * half : d;
         to[place] = from[d] + (bias ? bias[base + d] : 0);
@@ -70,11 +70,24 @@ static const pllm_segment *segment_of(const pllm_pass *pass, int64_t position) {
     return segment;
 }
 
-/* Start of what one head of a row keeps in a page, in bytes. */
-static int64_t head_start(const trunk_job *job, const pllm_segment *segment, int64_t row, int64_t layer, int64_t head) {
+/* Start of a head's positions in a page of a row, where each takes so many bytes; see cached_bytes. */
+static int64_t head_start(const trunk_job *job, const pllm_segment *segment, int64_t layer, int64_t head, int64_t bytes) {
+    const int64_t before = job->trunk->layers[layer].place * shape_of(job, layer)->key_value_heads + head;
+    return before * segment->capacity * bytes;
+}
+
+/* What one head of a row keeps in a page: its keys, and its values, or NULL where the keys are the values. */
+static char *keys_of(const trunk_job *job, const pllm_segment *segment, int64_t row, int64_t layer, int64_t head) {
     const head_shape *shape = shape_of(job, layer);
-    const int64_t before = job->trunk->layers[layer].place * shape->key_value_heads + head;
-    return row * segment->row_stride[shape->kind] + before * segment->capacity * cached_bytes(job->trunk->cache_dtype, shape->width);
+    return (char *)segment->keys[shape->kind] + row * segment->key_stride[shape->kind] +
+           head_start(job, segment, layer, head, cached_bytes(job->trunk->cache_dtype, shape->width));
+}
+
+static char *values_of(const trunk_job *job, const pllm_segment *segment, int64_t row, int64_t layer, int64_t head) {
+    const head_shape *shape = shape_of(job, layer);
+    if (job->trunk->latent_values) return NULL;
+    return (char *)segment->values[shape->kind] + row * segment->value_stride[shape->kind] +
+           head_start(job, segment, layer, head, cached_bytes(job->trunk->cache_dtype, shape->value_width));
 }
 
 /* Multiplies `x` by a symmetric orthogonal matrix: Hadamard matrices, as large as `width` allows, along its diagonal. Done
@@ -140,15 +153,15 @@ void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int6
     const pllm_trunk *trunk = job->trunk;
     const pllm_segment *segment = segment_of(job->pass, position);
     const head_shape *shape = shape_of(job, layer);
-    const int64_t width = shape->width, at = segment->offset + position - segment->start;
-    const int64_t lane = at % PLLM_KEY_BLOCK, block = (at - lane) * cached_bytes(trunk->cache_dtype, width);
-    const int64_t start = head_start(job, segment, row, layer, head) + block;
-    char *key_block = (char *)segment->keys[shape->kind] + start;
-    char *value_block = value ? (char *)segment->values[shape->kind] + start : NULL;
+    const int64_t width = shape->width, value_width = shape->value_width, at = segment->offset + position - segment->start;
+    const int64_t lane = at % PLLM_KEY_BLOCK, block = at - lane;
+    char *key_block = keys_of(job, segment, row, layer, head) + block * cached_bytes(trunk->cache_dtype, width);
+    char *value_block = values_of(job, segment, row, layer, head);
+    if (value) value_block += block * cached_bytes(trunk->cache_dtype, value_width);
     if (trunk->cache_dtype == PLLM_F32) {
         float *keys = (float *)key_block + lane;
         for (int64_t d = 0; d < width; d++) keys[d * PLLM_KEY_BLOCK] = key[d];
-        if (value) memcpy((float *)value_block + lane * width, value, (size_t)width * 4);
+        if (value) memcpy((float *)value_block + lane * value_width, value, (size_t)value_width * 4);
         return;
     }
     const int bits = packed_bits(trunk->cache_dtype);
@@ -158,9 +171,10 @@ void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int6
         store_packed(key, (uint8_t *)key_block + lane * bits / 4, (uint16_t *)(key_block + scales) + lane, width, bits,
                      PLLM_KEY_BLOCK, -1);
         if (!value) return;
-        pllm_turn(trunk, value, width);
-        store_packed(value, (uint8_t *)value_block + lane / 2 * width * bits / 4,
-                     (uint16_t *)(value_block + scales) + lane, width, bits, 1, (int)(lane % 2));
+        pllm_turn(trunk, value, value_width);
+        store_packed(value, (uint8_t *)value_block + lane / 2 * value_width * bits / 4,
+                     (uint16_t *)(value_block + PLLM_KEY_BLOCK * value_width * bits / 8) + lane, value_width, bits, 1,
+                     (int)(lane % 2));
         return;
     }
     const uint16_t *key_words = (const uint16_t *)key, *value_words = (const uint16_t *)value;
@@ -171,26 +185,28 @@ void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int6
         keys[d * PLLM_KEY_BLOCK + 1] = key_words[d + 1];
     }
     if (!value) return;
-    job->set->store(value, value, width, PLLM_BF16);
-    uint16_t *values = (uint16_t *)value_block + lane / 2 * 2 * width + lane % 2;
-    for (int64_t d = 0; d < width; d++) values[2 * d] = value_words[d];
+    job->set->store(value, value, value_width, PLLM_BF16);
+    uint16_t *values = (uint16_t *)value_block + lane / 2 * 2 * value_width + lane % 2;
+    for (int64_t d = 0; d < value_width; d++) values[2 * d] = value_words[d];
 }
 
-/* The new key and value of one head, from `qkv` of its row, into the cache. `scratch`: 2 * width floats. */
+/* The new key and value of one head, from `qkv` of its row, into the cache. `scratch`: floats of both. */
 static void add_key_value(const trunk_job *job, const float *qkv, int64_t row, int64_t layer, int64_t head,
                           int64_t position, float whole, float *scratch) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const head_shape *shape = shape_of(job, layer);
-    const int64_t width = shape->width, half = shape->rotated / 2, step = position - job->pass->start;
-    const float *keys = qkv + shape->queries, *values = weights->value.data ? keys + shape->key_value_heads * width : keys;
+    const int64_t width = shape->width, value_width = shape->value_width;
+    const int64_t half = shape->rotated / 2, step = position - job->pass->start;
+    const float *keys = qkv + shape->queries, *values = weights->value.data ? qkv + shape->values : keys;
     float *key = scratch, *value = scratch + width;
-    ready_head(job, shape, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head,
+    ready_head(job, shape, width, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head,
                trunk->paired_rotary);
     job->set->rotate(key, shape->cosine + step * half, shape->sine + step * half, 1.0F, half);
     if (trunk->rotated_first && weights->key_norm) job->set->norm(key, weights->key_norm, trunk->epsilon, width);
-    ready_head(job, shape, value, values + head * width, weights->value_bias, NULL, 0, head, 0);
-    if (weights->value_norm) job->set->norm(value, weights->value_norm, trunk->epsilon, width);
+    ready_head(job, shape, value_width, value, values + head * value_width, weights->value_bias, NULL, 0, head, 0);
+    if (weights->value_norm) job->set->norm(value, weights->value_norm, trunk->epsilon, value_width);
+    for (int64_t d = 0; trunk->value_scale != 1 && d < value_width; d++) value[d] *= trunk->value_scale;
     pllm_store_key_value(job, row, layer, head, position, key, value);
 }
 
@@ -200,7 +216,7 @@ static void ready_query(const trunk_job *job, float *to, const float *qkv, int64
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const head_shape *shape = shape_of(job, layer);
     const int64_t half = shape->rotated / 2, step = position - job->pass->start;
-    ready_head(job, shape, to, qkv + head * shape->query, weights->query_bias, weights->query_norm, whole, head,
+    ready_head(job, shape, shape->width, to, qkv + head * shape->query, weights->query_bias, weights->query_norm, whole, head,
                trunk->paired_rotary);
     float scale = trunk->attention_scale;
     if (weights->grown && job->pass->query_scale) scale *= job->pass->query_scale[step];
@@ -220,10 +236,10 @@ static void ready_query(const trunk_job *job, float *to, const float *qkv, int64
 static void gate_head(const trunk_job *job, int64_t layer, const float *qkv, int64_t head, float *gathered) {
     const pllm_trunk *trunk = job->trunk;
     const head_shape *shape = shape_of(job, layer);
-    const int64_t width = shape->width, rows = trunk->layers[layer].gate.rows;
-    if (trunk->gated_queries) job->set->gate(gathered, qkv + head * shape->query + width, width);
+    const int64_t width = shape->value_width, rows = trunk->layers[layer].gate.rows;
+    if (trunk->gated_queries) job->set->gate(gathered, qkv + head * shape->query + shape->width, width);
     if (!rows) return;
-    const float *gates = qkv + shape->queries + 2 * shape->key_value_heads * width;
+    const float *gates = qkv + shape->gates;
     if (rows > shape->heads && !trunk->softplus_gates) {
         job->set->gate(gathered, gates + head * width, width);
         return;
@@ -276,7 +292,7 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
     const pllm_trunk *trunk = job->trunk;
     const pllm_pass *pass = job->pass;
     const head_shape *shape = shape_of(job, layer);
-    const int64_t width = shape->width, group = shape->group, count = (last - first) * group;
+    const int64_t width = shape->value_width, group = shape->group, count = (last - first) * group;
     const int64_t lowest_seen = lowest(trunk->layers + layer, pass->start + first);
     int64_t behind = 0;
     for (int64_t index = first; index < last; index++) behind = MAX(behind, behind_seen(job, layer, index));
@@ -295,14 +311,13 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
             own->low[i] = lowest(trunk->layers + layer, pass->start + index) + shift;
             own->high[i] = behind_seen(job, layer, index) + shift;
         }
-        const int64_t start = head_start(job, segment, 0, layer, head);
         const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
-                             .keys = (const char *)segment->keys[shape->kind] + start,
-                             .values = trunk->latent_values ? NULL : (const char *)segment->values[shape->kind] + start,
+                             .keys = keys_of(job, segment, 0, layer, head),
+                             .values = values_of(job, segment, 0, layer, head),
                              .scores = own->scores, .packed_queries = own->packed_queries,
                              .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
                              .maximum = own->maximum, .total = own->total, .sum = own->sum, .count = count,
-                             .width = width, .first = from + shift, .last = to + shift, .dtype = trunk->cache_dtype, .cap = trunk->scores_cap};
+                             .width = shape->width, .value_width = width, .first = from + shift, .last = to + shift, .dtype = trunk->cache_dtype, .cap = trunk->scores_cap};
         job->set->attend(&a);
     }
     for (int64_t i = 0; i < count; i++) {
@@ -335,7 +350,7 @@ static int next_chunk(const trunk_job *job, int64_t layer, int64_t at, int64_t f
     const int64_t end = MIN(segment->start + segment->count, at + 1), length = chunk_length(at + 1);
     const int64_t last = MIN(end, (first / length + 1) * length);
     const head_shape *shape = shape_of(job, layer);
-    const int shared = pass->rows > 1 && segment->row_stride[shape->kind] == 0;
+    const int shared = pass->rows > 1 && segment->key_stride[shape->kind] == 0;
     *next = (chunk){segment, first, last, shared ? divided_up(pass->rows, shape->row_group) : pass->rows, shared};
     return 1;
 }
@@ -351,7 +366,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const head_shape *shape = shape_of(job, layer);
-    const int64_t width = shape->width, group = shape->group;
+    const int64_t width = shape->width, value_width = shape->value_width, group = shape->group;
     const int64_t row = c->together ? task * shape->row_group : task / splits;
     const int64_t rows = c->together ? MIN(shape->row_group, job->pass->rows - row) : 1;
     const int64_t begin = group * (task % splits) / splits, count = rows * (group * (task % splits + 1) / splits - begin);
@@ -379,16 +394,15 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
         job->part_maximum[part + i] = -INFINITY;
         job->part_total[part + i] = 0;
     }
-    float *sum = job->part_sum + part * width;
-    for (int64_t i = 0; i < count * width; i++) sum[i] = 0;
-    const int64_t start = head_start(job, c->segment, row, layer, head);
+    float *sum = job->part_sum + part * value_width;
+    for (int64_t i = 0; i < count * value_width; i++) sum[i] = 0;
     const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
-                         .keys = (const char *)c->segment->keys[shape->kind] + start,
-                         .values = trunk->latent_values ? NULL : (const char *)c->segment->values[shape->kind] + start,
+                         .keys = keys_of(job, c->segment, row, layer, head),
+                         .values = values_of(job, c->segment, row, layer, head),
                          .scores = own->scores, .packed_queries = own->packed_queries,
                          .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
                          .maximum = job->part_maximum + part, .total = job->part_total + part, .sum = sum,
-                         .count = count, .width = width, .first = c->first + shift, .last = c->last + shift,
+                         .count = count, .width = width, .value_width = value_width, .first = c->first + shift, .last = c->last + shift,
                          .dtype = trunk->cache_dtype, .cap = trunk->scores_cap};
     job->set->attend(&a);
 }
@@ -428,7 +442,7 @@ void pllm_attend_steps(const trunk_job *job, const own_area *own, int64_t layer)
 static void join(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
                  int64_t place, float *to) {
     const head_shape *shape = shape_of(job, layer);
-    const int64_t width = shape->width, heads = shape->heads;
+    const int64_t width = shape->value_width, heads = shape->heads;
     const float *sinks = job->trunk->layers[layer].sinks;
     chunk c = {0};
     int64_t chunks = 0;

@@ -43,9 +43,10 @@ typedef struct own_area {
 /* A kind of heads, and what follows from it. */
 typedef struct head_shape {
     const float *cosine, *sine;
-    int64_t heads, width, rotated, key_value_heads, kind;
-    int64_t joined;    /* heads * width */
-    int64_t queries;   /* columns of qkv that are queries, with their gates: keys and values follow, and then a gate */
+    int64_t heads, width, value_width, rotated, key_value_heads, kind;
+    int64_t joined;    /* heads * value_width */
+    int64_t queries;   /* columns of qkv that are queries, with their gates: keys follow, */
+    int64_t values, gates; /* and from these columns on values, and a gate */
     int64_t query;     /* columns from one head's query to the next */
     int64_t group;     /* query heads per key/value head */
     int64_t row_group; /* rows of a decoding pass that are taken together */
@@ -75,7 +76,7 @@ typedef struct trunk_job {
     int64_t latent_stride;
     int32_t *indices, *zeros;
     void *input, *experts;
-    float *part_maximum, *part_total, *part_sum; /* [key/value head][chunk][row * group + i]([width]) */
+    float *part_maximum, *part_total, *part_sum; /* [key/value head][chunk][row * group + i]([value_width]) */
     char *own;
     size_t own_bytes, own_experts;
     pllm_cut *cut;        /* NULL: the routed experts are run here too */
@@ -112,7 +113,7 @@ void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, 
                       int stored);
 /* The same of each position of the (only) row, which sees those up to its own; keys are in the cache, queries ready. */
 void pllm_attend_steps(const trunk_job *job, const own_area *own, int64_t layer);
-/* Joins the parts of rows first..last) into `to` [rows, heads * width]. */
+/* Joins the parts of rows first..last) into `to` [rows, heads * value_width]. */
 void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
                     float *to);
 /* Joins the parts of positions first..last) of the (only) row, after pllm_attend_steps. */

@@ -21,7 +21,7 @@ static inline int64_t cached_bytes(int32_t dtype, int64_t width) {
 }
 
 /* Queries of one key/value head against positions first..last) of one page. Query i sees positions low[i]..high[i]).
-   Softmax runs on: `maximum`, `total` and `sum` [queries, width] hold the state so far. */
+   Softmax runs on: `maximum`, `total` and `sum` [queries, value_width] hold the state so far. */
 typedef struct attention {
     const float *const *queries; /* scaled */
     const int64_t *low, *high;
@@ -29,10 +29,10 @@ typedef struct attention {
     float *scores;             /* [queries, SCORE_TILE] */
     uint32_t *packed_queries;  /* [queries, width / 2] and */
     uint32_t *packed_weights;  /* [queries, SCORE_TILE / 2]: scratch for pairs of bfloat16 */
-    uint16_t *opened;          /* [SCORE_TILE, width]: packed keys or values as bfloat16 */
+    uint16_t *opened;          /* [SCORE_TILE, the wider of both]: packed keys or values as bfloat16 */
     void *turned;              /* [SCORE_TILE, width]: keys in the order of values; without values only */
     float *maximum, *total, *sum;
-    int64_t count, width, first, last;
+    int64_t count, width, value_width, first, last;
     int32_t dtype;
     float cap; /* scores are cap * tanh(score / cap); 0: they are not limited */
 } attention;

@@ -61,6 +61,12 @@ static int64_t widest_head(const pllm_trunk *trunk) {
     return most;
 }
 
+static int64_t widest_value(const pllm_trunk *trunk) {
+    int64_t most = 0;
+    for (int64_t kind = 0; kind < trunk->kind_count; kind++) most = MAX(most, trunk->kinds[kind].value_width);
+    return most;
+}
+
 static int64_t most_heads(const pllm_trunk *trunk) {
     int64_t most = 0;
     for (int64_t kind = 0; kind < trunk->kind_count; kind++) most = MAX(most, trunk->kinds[kind].heads);
@@ -87,7 +93,7 @@ static int64_t last_kept(const pllm_trunk *trunk) {
 /* Values of a position that an output projection reads, at most. */
 static int64_t joined_most(const pllm_trunk *trunk) {
     const int64_t delta = trunk->delta_value_heads * trunk->delta_value_width;
-    return MAX(MAX(most_heads(trunk) * widest_head(trunk), delta), trunk->convolution_layers ? trunk->hidden : 0);
+    return MAX(MAX(most_heads(trunk) * widest_value(trunk), delta), trunk->convolution_layers ? trunk->hidden : 0);
 }
 
 /* Columns of the widest matrix that reads job->input or a thread's own. */
@@ -99,7 +105,7 @@ static int64_t widest_input(const pllm_trunk *trunk) {
 size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
     const pllm_trunk *trunk = job->trunk;
     const int64_t few = MIN(job->positions, FEW_LIMIT), widest = widest_input(trunk);
-    const int64_t width = widest_head(trunk), k = MAX(trunk->top_k, 1);
+    const int64_t width = widest_head(trunk), values = widest_value(trunk), k = MAX(trunk->top_k, 1);
     int64_t queries = 0;
     for (int64_t kind = 0; kind < trunk->kind_count; kind++) {
         const head_shape *heads = job->shapes + kind;
@@ -122,16 +128,16 @@ size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
     own->exact = take(&at, 1, pllm_input_bytes(FEW_LIMIT, trunk->hidden));
     own->linear = take(&at, 1, pllm_linear_scratch());
     own->experts = take(&at, 1, job->own_experts);
-    own->rotated = take(&at, MAX(queries, 2) * width, 4);
+    own->rotated = take(&at, MAX(queries * width, width + values), 4);
     own->scores = take(&at, queries * SCORE_TILE, 4);
     own->packed_queries = take(&at, queries * width, 2);
     own->packed_weights = take(&at, queries * SCORE_TILE, 2);
-    own->opened = take(&at, packed_bits(trunk->cache_dtype) ? SCORE_TILE * width : 0, 2);
+    own->opened = take(&at, packed_bits(trunk->cache_dtype) ? SCORE_TILE * MAX(width, values) : 0, 2);
     const size_t number = trunk->cache_dtype == PLLM_F32 ? 4 : 2;
     own->turned = take(&at, trunk->latent_values ? SCORE_TILE * width : 0, number);
     own->maximum = take(&at, queries, 4);
     own->total = take(&at, queries, 4);
-    own->sum = take(&at, queries * width, 4);
+    own->sum = take(&at, queries * values, 4);
     own->queries = take(&at, queries, sizeof(float *));
     own->low = take(&at, queries, 8);
     own->high = take(&at, queries, 8);
@@ -156,11 +162,14 @@ static void describe_heads(trunk_job *job, int64_t kind) {
         .sine = job->pass->sine[kind],
         .heads = heads->heads,
         .width = heads->width,
+        .value_width = heads->value_width,
         .rotated = heads->rotated,
         .key_value_heads = heads->key_value_heads,
         .kind = kind,
-        .joined = heads->heads * heads->width,
+        .joined = heads->heads * heads->value_width,
         .queries = heads->heads * query,
+        .values = heads->heads * query + heads->key_value_heads * heads->width,
+        .gates = heads->heads * query + heads->key_value_heads * (heads->width + heads->value_width),
         .query = query,
         .group = group,
         .row_group = heads->key_value_heads > 1 ? ROW_GROUP : MAX(1, MIN(ROW_GROUP, TOGETHER_QUERIES / group)),
@@ -176,7 +185,7 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     for (int64_t kind = 0; kind < trunk->kind_count; kind++) {
         describe_heads(job, kind);
         const head_shape *heads = job->shapes + kind;
-        job->projected = MAX(job->projected, heads->queries + 2 * heads->key_value_heads * heads->width + most_gates(trunk));
+        job->projected = MAX(job->projected, heads->gates + most_gates(trunk));
     }
     const int64_t length = pass->start + pass->tokens;
     job->chunk_limit = pllm_chunk_limit(length) + pass->segment_count;
@@ -214,7 +223,7 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     }
     job->part_maximum = take(&at, parts, 4);
     job->part_total = take(&at, parts, 4);
-    job->part_sum = take(&at, parts * widest_head(trunk), 4);
+    job->part_sum = take(&at, parts * widest_value(trunk), 4);
     job->own = at;
     own_area area;
     job->own_bytes = aligned(pllm_own_layout(job, &area, at));

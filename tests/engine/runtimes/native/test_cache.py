@@ -30,7 +30,7 @@ def mixtral(tiny_model: Callable[..., Path]) -> NativeModel:
 @needs_smaps
 def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
     """Also where the system would give huge pages: a page of many heads has a position of each in its first block."""
-    page = Page(PageShape((AlikeLayers(layers=16, heads=8, width=64),), "F32"), rows=8, capacity=1024)
+    page = Page(PageShape((AlikeLayers(layers=16, heads=8, width=64, value_width=64),), "F32"), rows=8, capacity=1024)
     assert page.nbytes == 512 << 20
     for array in page.arrays:
         assert not array[-1, -1, -1].any()
@@ -50,6 +50,7 @@ def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
         ("glm4_moe_lite", 300, 18),
         ("deepseek_v2", 40, 4),
         ("gemma4_text", 200, 18),
+        ("mimo_v2_flash", 200, 18),
     ],
 )
 def test_beams_over_several_pages_and_of_many_rows(
@@ -155,7 +156,7 @@ class Writer:
         return found
 
 
-SHAPES = ((AlikeLayers(2, 1, 4),), (AlikeLayers(2, 2, 4), AlikeLayers(1, 1, 8)))
+SHAPES = ((AlikeLayers(2, 1, 4, 4),), (AlikeLayers(2, 2, 4, 4), AlikeLayers(1, 1, 8, 6)))
 
 
 @settings(max_examples=examples(8))

@@ -122,8 +122,9 @@ def test_what_is_kept_is_what_was_computed_to_half_a_step(
         ("deepseek_v2", LATENT, 0.03),
         # Its scores are not divided by the root of the width, so errors of keys weigh more.
         ("gemma4_text", {"head_dim": 32, "global_head_dim": 64}, 0.1),
+        ("mimo_v2_flash", {"head_dim": 96, "v_head_dim": 64}, 0.03),
     ],
-    ids=["heads", "heads of 96", "heads of 512", "latents", "two kinds of heads"],
+    ids=["heads", "heads of 96", "heads of 512", "latents", "two kinds of heads", "narrower values"],
 )
 @each_format
 @pytest.mark.parametrize("instructions", available())

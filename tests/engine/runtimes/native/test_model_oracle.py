@@ -192,6 +192,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
     ),
     "limited logits, other scores": ("gemma3_text", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 21}),
+    "values wider than keys, as they are, biases, and groups of experts": (
+        "mimo_v2_flash",
+        {"v_head_dim": 40, "attention_value_scale": None, "attention_bias": True, "n_group": 4, "topk_group": 2},
+    ),
+    "narrow values in layers that all see a window": (
+        "mimo_v2_flash",
+        {"v_head_dim": 6, "sliding_window": 5, "layer_types": ["sliding_attention"] * 4},
+    ),
     "widths of convolutions' networks as they are": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "no shared experts, experts in every second layer": (
         "ernie4_5_moe",

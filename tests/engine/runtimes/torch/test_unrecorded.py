@@ -44,11 +44,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "vaultgemma": {"head_dim": 8, "sliding_window": 6},
     "stablelm": {"partial_rotary_factor": 0.5},
     "falcon": {"alibi": False},
-    "mimo_v2_flash": {
-        "head_dim": 8, "v_head_dim": 8, "swa_num_key_value_heads": 2, "swa_num_attention_heads": 4, "swa_head_dim": 8,
-        "swa_v_head_dim": 8, "sliding_window": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    },
     "bamba": {
         "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2, "attn_layer_indices": [1],
     },
