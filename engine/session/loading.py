@@ -154,8 +154,8 @@ def pictures_for(model: LoadedModel, folder: Path, *, in_ring: bool) -> tuple[Lo
         notices.append(f"No picture can be shown to this model: {error}")
     if sight is not None and model.takes_pictures and not in_ring:
         model.pictures = ShownPictures(sight, model.facts.hidden)
-        return Looking(model.pictures, folder), "", notices
-    return None, way_to_see(model.facts, has_tower=sight is not None, in_ring=in_ring), notices
+        return Looking(model.pictures, folder, model.facts.device), "", notices
+    return None, way_to_see(model.facts, in_ring=in_ring), notices
 
 
 def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[], bool] | None) -> tuple[str, Path]:

@@ -25,15 +25,18 @@ StopCheck = Callable[[], bool]
 
 
 class Looking:
-    """Shows the pictures of messages to the model in ``folder``. Not thread-safe.
+    """Shows the pictures of messages to the model in ``folder``, whose trunk is on ``device`` (as in
+    ``ModelFacts.device``). Not thread-safe.
 
     A file is decoded when it is asked about for the first time. The tower looks at a picture when a pass comes to its
     tokens and its rows are not kept from an earlier question.
     """
 
-    def __init__(self, shown: ShownPictures, folder: Path) -> None:
+    def __init__(self, shown: ShownPictures, folder: Path, device: str = "cpu") -> None:
         self._shown = shown
         self._folder = folder
+        # mlx's GPU runs no modules of torch.
+        self._device = device if device.startswith("cuda") else "cpu"
         self._decoder: PictureDecoder | None = None
         self._digests: dict[bytes, bytes] = {}
         """The digest of each picture by that of its file."""
@@ -104,7 +107,7 @@ class Looking:
         from engine.runtimes.torch.tower import STAGE, VisionTower
 
         progress(STAGE, 0, 0, "")
-        return VisionTower(self._folder, self._shown.sight)
+        return VisionTower(self._folder, self._shown.sight, self._device)
 
     def turn_over(self) -> None:
         """Forget what only the current question needs."""

@@ -59,21 +59,17 @@ def refuse_pictures(messages: Sequence[Message], model: str, way_out: str) -> No
         )
 
 
-def way_to_see(facts: ModelFacts, *, has_tower: bool, in_ring: bool) -> str:
-    """What to do so that pictures are seen, for the model of ``facts`` that sees none.
-
-    ``has_tower``: its files have the weights of a tower."""
+def way_to_see(facts: ModelFacts, *, in_ring: bool) -> str:
+    """What to do so that pictures are seen, for the model of ``facts`` that sees none."""
     whole = FAMILIES[facts.family].whole if facts.family in FAMILIES else ""
     if whole not in TOWERS:
         return "load a model that sees: Qwen 3.5, Qwen 3.6 or a Gemma 4 but its 12B"
     if in_ring:
         return "load it on this machine alone, as a ring shows it none"
-    if not has_tower:
-        return (
-            "put its mmproj file beside the GGUF file, or load its safetensors files as published, as these files lack "
-            "the part that sees"
-        )
-    return f"load it with the runtime native or torch, as {facts.runtime} shows it none"
+    return (
+        "put its mmproj file beside the GGUF file, or load its safetensors files as published, as these files lack the "
+        "part that sees"
+    )
 
 
 def with_usable_tools(request: Generate, form: ToolFormat | None) -> tuple[Generate, list[str]]:

@@ -34,6 +34,8 @@ class RowCache(KVCache):  # type: ignore[misc]
         super().__init__()
         self.window = window
         self.start = 0
+        self.ends: Array | None = None
+        """The position before which each of the next ones sees, [positions], if they see further than themselves."""
 
     @property
     def shortest_cut(self) -> int:
@@ -66,7 +68,13 @@ class RowCache(KVCache):  # type: ignore[misc]
             return super().make_mask(count, return_array=return_array, window_size=window_size)
         if count == 1:
             return None
-        return create_causal_mask(count, self.offset - self._first_seen(self.offset), window_size=self.window)
+        first = self._first_seen(self.offset)
+        mask = create_causal_mask(count, self.offset - first, window_size=self.window)
+        if self.ends is None:
+            return mask
+        seen = mx.arange(first, self.offset + count)
+        new = mx.arange(self.offset, self.offset + count)[:, None]
+        return mask | ((seen >= new) & (seen < self.ends[:, None]))
 
     @property
     def arrays(self) -> list[Array]:

@@ -17,12 +17,14 @@ from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import ModelFacts
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase
+from engine.pictures.places import Positions
 from engine.pictures.shown import PicturePass
 from engine.runtimes.common.model import LocalModel, LocalRows
 from engine.runtimes.mlx import eligible, wired
 from engine.runtimes.mlx import spans as timed
 from engine.runtimes.mlx.cache import LayerCache, RowCache, contents_of, evaluate, move_rows, restored_caches
 from engine.runtimes.mlx.experts import RingPass
+from engine.runtimes.mlx.picture_inputs import Turning, embedded, seeing_ahead, spread_ropes
 from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.protocol import Fill, Logits, RowArray, RowPart, TokenRows
 
@@ -119,6 +121,8 @@ class MlxModel(LocalModel):
         self._experts = experts or {}
         self._logits = logits
         self._wired = False
+        self._turning: Turning | None = None
+        """How the attention turns, once a picture was seen whose positions are spread."""
         self.weights_are_wired = False
 
     @property
@@ -178,12 +182,35 @@ class MlxModel(LocalModel):
             self._wired = False
         mx.clear_cache()
 
-    def hidden(self, tokens: Array, caches: Sequence[LayerCache]) -> Array:
+    @property
+    def takes_pictures(self) -> bool:
+        return self._ring is None and self._logits
+
+    def hidden(self, tokens: Array, caches: Sequence[LayerCache], shift: int = 0) -> Array:
         """The hidden states [rows, n, hidden] after the backbone for ``tokens`` [rows, n], appended to ``caches``.
 
-        All tokens must be in the vocabulary, because mlx would read past the embedding.
+        All tokens must be in the vocabulary, because mlx would read past the embedding. ``shift``: what is added to
+        their numbers to get their positions.
         """
+        self._turn(None, shift)
         return self._model[self._backbone](tokens, cache=list(caches))
+
+    def hidden_of_pictures(self, pictures: PicturePass, caches: Sequence[LayerCache]) -> Array:
+        """The hidden states [1, n, hidden] for the tokens of ``pictures``, some of which are of pictures."""
+        assert self.pictures is not None
+        backbone = self._model[self._backbone]
+        self._turn(pictures.positions, 0)
+        with embedded(backbone, pictures, self.pictures.sight) as inputs, seeing_ahead(caches, pictures.ends):
+            return backbone(**inputs, cache=list(caches))
+
+    def _turn(self, spread: Positions | None, shift: int) -> None:
+        """Have the next pass turn queries and keys by ``spread`` or ``shift``."""
+        if self._turning is None:
+            if spread is None and not shift:
+                return
+            assert self.pictures is not None
+            self._turning = spread_ropes(self._model[self._backbone]["layers"], self.pictures.sight.sections)
+        self._turning.spread, self._turning.shift = spread, shift
 
     def logits(self, hidden: Array) -> Logits:
         """The logits [rows, vocabulary] of the last position of ``hidden`` [rows, n, hidden].
@@ -310,9 +337,12 @@ class MlxRows(LocalRows):
         as_steps: bool = False,
         pictures: PicturePass | None = None,
     ) -> Logits | None:
-        assert pictures is None
         with self._model.step(phase, tokens), self._all_or_nothing():
-            hidden = self._model.hidden(mx.array(tokens, dtype=mx.int32), self._caches)
+            if pictures is not None and len(pictures.given):
+                hidden = self._model.hidden_of_pictures(pictures, self._caches)
+            else:
+                shift = self._shift(pictures)
+                hidden = self._model.hidden(mx.array(tokens, dtype=mx.int32), self._caches, shift)
             logits = self._model.logits(hidden) if want_logits else None
             evaluate(self._caches)
         self._length += len(tokens[0])
@@ -324,20 +354,26 @@ class MlxRows(LocalRows):
             self._clear_sometimes()
         return logits
 
+    def _shift(self, text: PicturePass | None) -> int:
+        """What earlier pictures change in the positions of the next tokens, which are ``text``."""
+        return 0 if text is None or text.positions is None else int(text.positions[0, 0]) - self._length
+
     def step_choosing(self, token: int, sampler: Sampler) -> int | None:
         self._expect_one_row("step_choosing works")
         # A seed gives the same numbers on every runtime, so the host draws; nothing may run beside a measured step.
         if not sampler.unbound or self._model.recorder.enabled:
             return None
         ahead = self._ahead
+        shift = self._shift(self._seen([0])) if self._pictures else 0
         with self._model.step("decode", [[token]]), self._all_or_nothing():
             if ahead is not None and ahead[0] == token and ahead[1] is sampler:
                 begun = ahead[2]
             else:
                 self.settle()
-                begun = self._begin(self._model.hidden(mx.array([[token]], dtype=mx.int32), self._caches), sampler.rule)
+                first = mx.array([[token]], dtype=mx.int32)
+                begun = self._begin(self._model.hidden(first, self._caches, shift), sampler.rule)
             places = [cache.place for cache in self._caches]
-            following = self._begin(self._model.hidden(begun.token[:, None], self._caches), sampler.rule)
+            following = self._begin(self._model.hidden(begun.token[:, None], self._caches, shift), sampler.rule)
             mx.async_eval(following.outcome)  # type: ignore[no-untyped-call]
             chosen = int(begun.outcome.item())
             if chosen < 0:

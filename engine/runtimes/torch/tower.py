@@ -32,10 +32,11 @@ STAGE = "looking at a picture"
 
 
 class VisionTower:
-    """The tower of a model, in float32 on a CPU."""
+    """The tower of a model, in float32 on ``device``; on the CPU from when the device's memory does not hold it."""
 
-    def __init__(self, folder: Path, sight: Sight) -> None:
+    def __init__(self, folder: Path, sight: Sight, device: str = "cpu") -> None:
         """Raises ModelError if the configuration or the weights in ``folder`` are damaged."""
+        self._device = torch.device(device)
         config = _config(tower_folder(folder))
         build, self._look = _QWEN if sight.family.startswith("qwen") else _GEMMA
         self._sight = sight
@@ -62,7 +63,7 @@ class VisionTower:
         ]
         try:
             with torch.inference_mode():
-                rows: NDArray[np.float32] = self._look(self._module, self._sight, self._vision, array).numpy()
+                rows = self._rows(array)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -71,6 +72,18 @@ class VisionTower:
         if not np.isfinite(rows).all():
             raise damaged("What the tower made of a picture is no number, so its weights are damaged")
         return rows
+
+    def _rows(self, array: NDArray[np.uint8]) -> NDArray[np.float32]:
+        try:
+            # The weights were read on the CPU, and are moved for the first picture.
+            rows = self._look(self._module.to(self._device), self._sight, self._vision, array)
+        except torch.OutOfMemoryError:
+            if self._device.type == "cpu":
+                raise
+            self._device = torch.device("cpu")
+            return self._rows(array)
+        array_of_rows: NDArray[np.float32] = rows.cpu().numpy()
+        return array_of_rows
 
 
 def _config(folder: Path) -> Any:
@@ -142,7 +155,7 @@ def _look_qwen(module: Any, sight: Sight, vision: Any, picture: NDArray[np.uint8
         image_mean=sight.mean,
         image_std=sight.deviation,
     )
-    seen = processor(picture, return_tensors="pt", input_data_format="channels_last")
+    seen = processor(picture, return_tensors="pt", input_data_format="channels_last").to(module.device)
     rows: torch.Tensor = module(seen["pixel_values"], grid_thw=seen["image_grid_thw"]).pooler_output
     return rows
 
@@ -171,8 +184,9 @@ def _look_gemma(module: Any, sight: Sight, vision: Any, picture: NDArray[np.uint
     seen = processor(picture, return_tensors="pt", input_data_format="channels_last")
     # The processor fills up to the largest picture, which changes nothing but the time.
     count = int(seen["num_soft_tokens_per_image"][0]) * sight.merge**2
-    patches, places = seen["pixel_values"][:, :count], seen["image_position_ids"][:, :count]
-    found = module["vision_tower"](pixel_values=patches, pixel_position_ids=places).last_hidden_state
+    tower = module["vision_tower"]
+    patches, places = (seen[name][:, :count].to(tower.device) for name in ("pixel_values", "image_position_ids"))
+    found = tower(pixel_values=patches, pixel_position_ids=places).last_hidden_state
     rows: torch.Tensor = module["embed_vision"](inputs_embeds=found)
     return rows
 

@@ -18,7 +18,7 @@ from engine.pictures.sight import Sight
 from engine.runtimes.native import inputs as native_inputs
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 from tests.engine.runtimes.seeing_oracle import Prompt, see, tokens_of, whole_logits
-from tests.engine.runtimes.subjects import NATIVE, TORCH, Subject
+from tests.engine.runtimes.subjects import MLX, NATIVE, TORCH, Subject
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, write_tiny_gguf
 from tests.support.tiny_gguf_tower import write_tiny_tower
@@ -30,7 +30,7 @@ FIRST, SECOND = random_picture(40, 24), random_picture(12, 56, seed=1)
 PROMPT: Prompt = [5, 17, 101, FIRST, 42, 9, 77, SECOND, 30, 31]
 ANSWER = [88, 12, 64, 7]
 
-SUBJECTS = [pytest.param(subject, marks=subject.marks, id=subject.name) for subject in (NATIVE, TORCH)]
+SUBJECTS = [pytest.param(subject, marks=subject.marks, id=subject.name) for subject in (NATIVE, TORCH, MLX)]
 
 
 @pytest.fixture(scope="module")

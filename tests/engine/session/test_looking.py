@@ -19,6 +19,7 @@ from engine.session.loading import load_session
 from engine.session.prefix_cache import CHECKPOINT_TAIL
 from tests.engine.runtimes.native_oracle import needs_kernels
 from tests.engine.runtimes.seeing_oracle import Prompt, whole_logits
+from tests.engine.runtimes.subjects import needs_mlx
 from tests.engine.session.asking import Ask
 from tests.support.tiny_seeing import TINY_SEEING, png, random_picture, write_speaking_seeing
 
@@ -81,7 +82,9 @@ def greedy(folder: Path, prompt: Prompt, count: int = 4) -> list[int]:
 ASKED = ("<|im_start|>user\nsee[", FIRST, "]?<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("runtime", [pytest.param("native", marks=needs_kernels), "torch"])
+@pytest.mark.parametrize(
+    "runtime", [pytest.param("native", marks=needs_kernels), "torch", pytest.param("mlx", marks=needs_mlx)]
+)
 @pytest.mark.parametrize("kind", TINY_SEEING)
 @pytest.mark.parametrize("chunk", [512, 8])
 def test_an_answer_is_the_whole_models(

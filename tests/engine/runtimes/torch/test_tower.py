@@ -90,6 +90,33 @@ def test_looking_is_told_of_and_stopped(folders: dict[str, Path]) -> None:
     assert (opened.rows(random_picture(16, 16), ignored) == expected).all()
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma4"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_gpu_without_room_leaves_the_picture_to_the_cpu(
+    folders: dict[str, Path], kind: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory runs out while the weights are moved (at 1), or in the first layer (at 2)."""
+    sight, picture = read_sight(folders[kind]), random_picture(16, 16)
+    assert sight is not None
+    expected = VisionTower(folders[kind], sight).rows(picture, ignored)
+    moved, move = list[str](), torch.nn.Module.to
+
+    def to(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+        moved.append(device.type)
+        if moved == ["cuda"] and at == 1:
+            raise torch.OutOfMemoryError("no room")
+        return move(module, "cpu")
+
+    def no_room(*_: object) -> None:
+        if moved == ["cuda"] and at == 2:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    opened = VisionTower(folders[kind], sight, "cuda")
+    assert (opened.rows(picture, no_room) == expected).all() and moved == ["cuda", "cpu"]
+    assert (opened.rows(picture, ignored) == expected).all() and moved == ["cuda", "cpu", "cpu"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

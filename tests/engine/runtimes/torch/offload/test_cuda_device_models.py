@@ -17,13 +17,16 @@ from benchmarks.packed_blocks import WRITTEN, block_of, random_blocks, unpacked
 from engine.ipc.messages import ExpertPolicy, Load
 from engine.models.folders.opening import open_model
 from engine.models.formats.number_formats import BLOCKS
+from engine.pictures.folders import read_sight
 from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.torch_unpacking import unpack
 from engine.runtimes.torch.runtime import TorchRuntime
+from engine.runtimes.torch.tower import VisionTower
 from tests.engine.cluster.ring_conversation import all_conversations, conversation
 from tests.engine.cluster.ring_places import placed, places
+from tests.engine.runtimes.seeing_oracle import see, tokens_of, whole_logits
 from tests.engine.runtimes.subjects import FP8, GROUPED_MODELS, PUBLISHED, prompt_of
 from tests.engine.runtimes.torch_oracle import library_run, our_run, typical, worst
 from tests.support.opened_experts import experts_of
@@ -31,6 +34,7 @@ from tests.support.pairwise import in_turn
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES
 from tests.support.tiny_models import TINY_FAMILIES
+from tests.support.tiny_seeing import TINY_SEEING, random_picture, write_tiny_seeing
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
@@ -120,6 +124,26 @@ def test_quantised_safetensors(
 ) -> None:
     folder, truth = grouped(family, stored)
     assert_like_the_library(folder, truth, gpu_expert_bytes=None if held is None else room_for(folder, held))
+
+
+@pytest.mark.parametrize("kind", TINY_SEEING)
+def test_pictures(kind: str, tmp_path: Path) -> None:
+    folder, picture = write_tiny_seeing(tmp_path / "seeing", kind), random_picture(40, 24)
+    sight = read_sight(folder)
+    assert sight is not None
+    on_gpu, on_cpu = (VisionTower(folder, sight, device).rows(picture, quiet) for device in ("cuda", "cpu"))
+    assert np.abs(on_gpu - on_cpu).max() < CLOSE * np.abs(on_cpu).max()
+    model = load(folder, partitioning="hybrid")
+    try:
+        assert model.device.type == "cuda"
+        see(model, folder, picture)
+        prompt = [*prompt_of(9), picture, *prompt_of(5)]
+        row = model.start()
+        row.extend(tokens_of(model, prompt)[:-1])
+        expected = whole_logits(folder, prompt)[-1]
+        assert np.abs(row.step([prompt_of(5)[-1]])[0] - expected).max() < CLOSE * np.abs(expected).max()
+    finally:
+        model.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
