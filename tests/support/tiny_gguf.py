@@ -77,6 +77,7 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "afmoe": "afmoe",
     "mimo_v2_flash": "mimo2",
+    "mistral4": "mistral4",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -367,7 +368,7 @@ def write_tiny_gguf(
         if name.endswith(("input_linear.weight", "output_linear.weight")):
             true[name] = _granite(name, values, written, pack, has_experts=bool(config["num_local_experts"]))
             continue
-        if ".experts." in name and architecture == "gemma4":
+        if ".experts." in name and architecture in ("gemma4", "mistral4"):
             true[name] = _gemma(name, values, written, pack, layout)
             continue
         if ".feed_forward.experts." in name and architecture == "llama4":
@@ -494,7 +495,7 @@ def _gemma(
     pack: _Packing,
     layout: Layout,
 ) -> Floats:
-    """gemma4's experts come stacked, with gate and up in one, and are mostly stored so."""
+    """gemma4's and mistral4's experts come stacked, with gate and up in one, and are mostly stored so."""
     half = values.shape[1] // 2
     pieces = {"down": values} if name.endswith("down_proj") else {"gate_up": values}
     if "gate_up" in pieces and layout == "stacked":
@@ -678,9 +679,9 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes |= {"moe_num_experts": 4, "moe_intermediate_size": 256}
     if family == "minimax_m2":
         sizes["num_local_experts"] = 4
-    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1"):
+    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "glm4_moe", "dots1"):
         sizes |= {"n_routed_experts": 8, "moe_intermediate_size": 256, "first_k_dense_replace": 1}
-    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"):
         del sizes["head_dim"]
         sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
         sizes |= {"q_lora_rank": None if family == "deepseek_v2" else 256}

@@ -51,7 +51,7 @@ def write_metadata(
             width = -(-int(2 * width / 3) // step) * step
         writer.add_feed_forward_length(width)
     writer.add_head_count(config["num_attention_heads"])
-    split = architecture == "deepseek2" and layout != "separate"
+    split = architecture in ("deepseek2", "mistral4") and layout != "separate"
     heads = 1 if split else config["num_key_value_heads"]
     if architecture in ("lfm2", "lfm2moe"):
         _write_convolutions(writer, config)
@@ -73,7 +73,7 @@ def write_metadata(
     if "alpha" in rope:
         base *= rope["alpha"] ** (config["head_dim"] / (config["head_dim"] - 2))
     writer.add_rope_freq_base(base)
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "mistral4"):
         _write_latents(writer, config, layout)
     elif config.get("head_dim") and architecture not in ("gemma4", "mimo2"):
         writer.add_key_length(config["head_dim"])
@@ -170,6 +170,9 @@ def write_metadata(
     if architecture == "mistral3":
         writer.add_float32("mistral3.attention.temperature_scale", whole_rope["llama_4_scaling_beta"])
         writer.add_rope_scaling_yarn_log_mul(whole_rope["mscale_all_dim"])
+    if architecture == "mistral4":
+        writer.add_float32("mistral4.attention.temperature_scale", rope["llama_4_scaling_beta"])
+        writer.add_uint32("mistral4.attention.temperature_length", rope["original_max_position_embeddings"])
     if architecture in ("olmo2", "mistral3") and whole_rope["rope_type"] == "yarn":
         _write_yarn(writer, whole_rope)
     if architecture in ("granite", "granitemoe", "granitehybrid"):
@@ -274,7 +277,8 @@ def _write_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_group_used_count(config["topk_group"])
     if config["model_type"] != "deepseek_v2":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
-        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        gate = ExpertGatingFuncType.SOFTMAX if config["model_type"] == "mistral4" else ExpertGatingFuncType.SIGMOID
+        writer.add_expert_gating_func(gate)
     if config["model_type"] == "nemotron_h":
         return
     dense = config.get("first_k_dense_replace")

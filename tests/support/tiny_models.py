@@ -7,6 +7,7 @@ Routers and heads are scaled so that tokens go to different experts and the logi
 
 from __future__ import annotations
 
+import copy
 import shutil
 import zlib
 from pathlib import Path
@@ -51,6 +52,7 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "cohere2_moe",
     "qwen4_exp_text",
     "mimo_v2_flash",
+    "mistral4",
 )
 _KINDS_OF_FAMILIES = {
     "gemma4_dense": "gemma4_text",
@@ -230,6 +232,21 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "mscale": 0.707,
             "mscale_all_dim": 0.707,
             "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral4": {
+        **_LATENT,
+        "q_lora_rank": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
         },
     },
     "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "v_head_dim": 20, "n_group": 1, "topk_group": 1},
@@ -588,7 +605,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     """The transformers configuration of the tiny model of ``family``, with ``overrides``."""
     from transformers import AutoConfig
 
-    values = _COMMON | _FAMILIES[family] | overrides
+    # Some configurations change the tables that they are given.
+    values = copy.deepcopy(_COMMON | _FAMILIES[family] | overrides)
     if family == "dbrx":
         values = {_DBRX_NAMES.get(name, name) or "": value for name, value in values.items()}
         values.pop("", None)
@@ -630,8 +648,11 @@ def _make(
     import torch
     from transformers import AutoModelForCausalLM
 
+    from engine.runtimes.torch.language_models import register_language_model
+
     torch.manual_seed(seed)
     config = tiny_config(family, **config_overrides)
+    register_language_model(config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     fill_randomly(model, family, seed)
     model.to(getattr(torch, dtype))

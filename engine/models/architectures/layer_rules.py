@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
-from engine.models.architectures.config_values import whole_number
-from engine.models.architectures.record import Config
+from engine.models.architectures.config_values import positive_number, whole_number
+from engine.models.architectures.record import Config, QueryGrowth
 
 # --- which layers have experts ----------------------------------------------------------------------------------------
 
@@ -217,6 +217,18 @@ def rope_by_kind(
         if rope.get("rope_theta") is None:
             rope["rope_theta"] = (older and config.get(older[kind])) or usual["rope_theta"]
         return rope
+
+    return rule
+
+
+def growing_queries(default: Config) -> Callable[[Config], QueryGrowth | None]:
+    """How queries grow with their positions, by the rotary settings, which are ``default`` if there are none
+    (ministral3)."""
+
+    def rule(config: Config) -> QueryGrowth | None:
+        rope = config.get("rope_parameters") or default
+        by = rope.get("llama_4_scaling_beta")
+        return QueryGrowth(by, positive_number(rope, "original_max_position_embeddings")) if by else None
 
     return rule
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.mistral4 import mistral4_expert_select
 from mlx_lm.models.phimoe import sparsemixer
 
 from engine.models.architectures.record import SharedExpert
@@ -115,6 +116,15 @@ def _best_of_biased(block: Block, hidden: Array) -> Routes:
     return indices, weights * block.route_scale
 
 
+def _grouped_softmax(block: Block, hidden: Array) -> Routes:
+    args = block.args
+    groups = args.n_group, args.topk_group
+    indices, weights = mistral4_expert_select(
+        block.gate(hidden), block.num_experts_per_tok, *groups, args.routed_scaling_factor, args.norm_topk_prob
+    )
+    return indices, weights
+
+
 def _given(block: Block, hidden: Array, indices: Array, weights: Array) -> Routes:
     """Gemma's layers route themselves, as the router and the experts get the same hidden states with other norms."""
     return indices, weights
@@ -142,6 +152,7 @@ ROUTES: dict[str, Route] = {
     "last-of-corrected-sigmoids": _last_of_corrected,
     "best-of-corrected-sigmoids": _best_of_corrected,
     "best-of-biased-sigmoids": _best_of_biased,
+    "best-of-grouped-softmax": _grouped_softmax,
     "sparsemixer": _sparsemixer,
     "own-gate": _own_gate,
     "own-router": _own_router,

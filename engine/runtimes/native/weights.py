@@ -427,6 +427,7 @@ class TrunkWeights:
             filled.keys, filled.values = map(tensors.each_head, heads)
         layer.output = tensors.matrix([prefix + "o_proj.weight"], shape.hidden, shape.heads * latent.values)
         layer.place = index
+        layer.grown = int(shape.query_growth is not None)
         tensors.kept.append(filled)
         layer.latent = ctypes.pointer(filled)
 

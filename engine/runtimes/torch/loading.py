@@ -22,6 +22,7 @@ from engine.models.architectures.families import FAMILIES
 from engine.models.architectures.quantisation import QUANTISATION_KEYS
 from engine.models.formats.model_files import ModelFiles, StoredTensor
 from engine.moe.kernels.bindings import KernelChoice
+from engine.runtimes.torch.language_models import register_language_model
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
 from engine.runtimes.torch.packed_modules import PackedEmbedding, PackedLinear, kernels_for, map_tables, packed_module
 
@@ -68,6 +69,7 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    register_language_model(config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_of(config)}
     if hasattr(config, "_experts_implementation"):
         options["experts_implementation"] = "eager"
@@ -81,8 +83,8 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def attention_of(config: Any) -> str:
-    """torch's own attention if the family supports it, else plain products. A name in a file is never used, because it
-    may stand for code from a repository."""
+    """torch's own attention if the family, which is registered, supports it, else plain products. A name in a file is
+    never used, because it may stand for code from a repository."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -45,6 +45,7 @@ MOE_FAMILIES = (
     "solar_open",
     "afmoe",
     "mimo_v2_flash",
+    "mistral4",
 )
 FAMILIES = (
     "llama",
@@ -89,6 +90,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid_dense": {"mamba_n_groups": 1},
 }
 _DELTA_NET = {"linear_value_head_dim": 16}
+_LATENTS = {
+    "moe_intermediate_size": 32,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
 QUANTISABLE: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -99,23 +107,12 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32},
     "olmoe": {},
     "gpt_oss": {},
-    "deepseek_v3": {
-        "moe_intermediate_size": 32,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-    },
+    "deepseek_v3": _LATENTS,
     "granitemoe": {},
     "phimoe": {},
     "glm4_moe": {"moe_intermediate_size": 32},
-    "glm4_moe_lite": {
-        "moe_intermediate_size": 32,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-    },
+    "glm4_moe_lite": _LATENTS,
+    "mistral4": _LATENTS,
     "dbrx": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 6, "moe_top_k": 2}},
     "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe_text": {**_DELTA_NET, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},

@@ -76,6 +76,7 @@ FAMILIES = (
     "laguna",
     "cohere2_moe",
     "mimo_v2_flash",
+    "mistral4",
 )
 GGUF_FAMILIES = tuple(family for family in FAMILIES if family in ARCHITECTURES)
 """Those of them whose GGUF files run."""

@@ -3,18 +3,15 @@ positions."""
 
 from typing import Any
 
-from engine.models.architectures.config_values import positive_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import paired_changes
-from engine.models.architectures.layer_rules import one_window
+from engine.models.architectures.layer_rules import growing_queries, one_window
 from engine.models.architectures.record import (
     SCALED_ROPE,
-    Config,
     DecoderRecord,
     Family,
     GgufRecord,
     MlxRecord,
-    QueryGrowth,
 )
 
 _MINISTRAL_ROPE = {
@@ -58,13 +55,6 @@ MISTRAL = Family(
 )
 
 
-def _growth(config: Config) -> QueryGrowth | None:
-    """How queries grow with their positions, by the rotary settings."""
-    rope = config.get("rope_parameters") or {}
-    by = rope.get("llama_4_scaling_beta")
-    return QueryGrowth(by, positive_number(rope, "original_max_position_embeddings")) if by else None
-
-
 def _growing(metadata: Metadata) -> dict[str, Any]:
     """Rotary settings beyond those of yarn."""
     return {
@@ -91,7 +81,9 @@ MINISTRAL3 = Family(
     "ministral3",
     whole="mistral3",
     defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
-    decoder=DecoderRecord(windows=one_window, query_growth=_growth, rope_theta=1_000_000.0, rope=_MINISTRAL_ROPE),
+    decoder=DecoderRecord(
+        windows=one_window, query_growth=growing_queries(_MINISTRAL_ROPE), rope_theta=1_000_000.0, rope=_MINISTRAL_ROPE
+    ),
     gguf=GgufRecord(
         "mistral3",
         "Ministral3ForCausalLM",
