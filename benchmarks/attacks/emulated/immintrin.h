@@ -20,6 +20,8 @@ typedef simde__mmask64 __mmask64;
 /* A macro of several arguments may stand for them, as in a call of a function. */
 #undef _mm_setr_epi8
 #define _mm_setr_epi8(...) simde_mm_setr_epi8(__VA_ARGS__)
+#undef _mm256_setr_epi8
+#define _mm256_setr_epi8(...) simde_mm256_setr_epi8(__VA_ARGS__)
 #undef _mm_setr_epi16
 #define _mm_setr_epi16(...) simde_mm_setr_epi16(__VA_ARGS__)
 #undef _mm512_madd_epi16
@@ -104,6 +106,13 @@ STATIC simde__mmask32 _mm512_cmpeq_epi16_mask(simde__m512i v, simde__m512i w) {
     OPENED(m512i, w);
     EACH(i, 32) r |= (simde__mmask32)(v_.u16[i] == w_.u16[i]) << i;
     return r;
+}
+
+STATIC simde__m512i _mm512_permutex_epi64(simde__m512i v, int places) {
+    simde__m512i_private r = simde__m512i_to_private(v);
+    OPENED(m512i, v);
+    EACH(i, 8) r.u64[i] = v_.u64[i / 4 * 4 + (places >> (i % 4 * 2) & 3)];
+    return simde__m512i_from_private(r);
 }
 
 /* Half and half, as compilers do it. */

@@ -74,6 +74,12 @@ int64_t pllm_first_level_bytes(void) {
 }
 
 #if defined(__x86_64__)
+/* Whether the CPU also looks bytes up in registers (VBMI), but lacks AVX512_BF16, as Ice Lake: with both, the other set has
+   these kernels, and this one is what older CPUs have. */
+static int has_byte_lookups(void) {
+    return has_byte_products() && __builtin_cpu_supports("avx512vbmi") && !__builtin_cpu_supports("avx512bf16");
+}
+
 /* Whether the CPU converts numbers of half precision. Clang before 19 does not know the feature by name. */
 static int has_half_conversions(void) {
     unsigned eax, ebx, ecx = 0, edx;
@@ -123,6 +129,7 @@ const kernel_set *pllm_kernels(int set, int dtype) {
     case PLLM_AVX512F:
         if (fp8) return &pllm_set_avx512f_fp8;
         if (grouped) return has_byte_products() ? &pllm_set_avx512_vnni_grouped : &pllm_set_avx512f_grouped;
+        if (packed && has_byte_lookups()) return &pllm_set_avx512_vbmi_packed;
         if (packed) return has_byte_products() ? &pllm_set_avx512_vnni_packed : &pllm_set_avx512f_packed;
         return &pllm_set_avx512f;
     case PLLM_AVX512_BF16:

@@ -68,7 +68,7 @@ typedef struct kernel_set {
 extern const kernel_set pllm_set_scalar, pllm_set_scalar_packed, pllm_set_scalar_grouped, pllm_set_scalar_fp8;
 #if defined(__x86_64__)
 extern const kernel_set pllm_set_avx2, pllm_set_avx2_packed, pllm_set_avx2_grouped, pllm_set_avx2_fp8;
-extern const kernel_set pllm_set_avx512f, pllm_set_avx512f_packed, pllm_set_avx512_vnni_packed;
+extern const kernel_set pllm_set_avx512f, pllm_set_avx512f_packed, pllm_set_avx512_vnni_packed, pllm_set_avx512_vbmi_packed;
 extern const kernel_set pllm_set_avx512f_grouped, pllm_set_avx512_vnni_grouped, pllm_set_avx512_bf16_grouped;
 extern const kernel_set pllm_set_avx512_bf16, pllm_set_avx512_bf16_packed, pllm_set_avx512_bf16_fp8;
 extern const kernel_set pllm_set_avx512f_fp8;

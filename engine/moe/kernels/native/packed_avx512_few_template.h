@@ -4,7 +4,9 @@
    DOT(codes, in, dtype)   for each lane the sum of the products of its 16 codes, which lie in four vectors, with those
                            of a wide_input
    LARGE_CODES             whether all codes may have eight bits: high nibbles are multiplied where they lie then, and
-                           the scale is a sixteenth */
+                           the scale is a sixteenth
+   IN_PAIRS(dtype)         whether the codes of a format are opened by two_units, which opens two units at once
+   FEW_OF_OTHERS(...)      kernel_set.few of formats that are not in PACKED_FORMATS */
 
 /* Each of the 16 lanes of a unit has 16 values of its own, half a block of 32, so that a lane's products are added up as
    whole numbers and scaled once. Lane 4 l + p has the half l % 2 of block 4 (p % 2) + 2 (l / 2) + p / 2. Four values of
@@ -36,13 +38,6 @@ ALWAYS_INLINE int lane_of(int block, int half) { return 4 * (block / 2 % 2 * 2 +
 
 ALWAYS_INLINE __m512i lanes_of_blocks(void) {
     return _mm512_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5, 2, 6, 3, 7, 2, 6, 3, 7);
-}
-
-ALWAYS_INLINE __m512i loaded(const void *from) { return _mm512_loadu_si512(from); }
-
-/* `low` where the bits of `mask` are set in each byte, `high` where they are not. */
-ALWAYS_INLINE __m512i joined(__m512i low, __m512i high, int mask) {
-    return _mm512_ternarylogic_epi32(_mm512_set1_epi8((char)mask), low, high, 0xca);
 }
 
 /* The four vectors of a unit from those of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7. */
@@ -117,6 +112,34 @@ ALWAYS_INLINE __m512i two_of_six_bits(const uint8_t *low, const uint8_t *high, _
     return masked(joined(halves_shifted(twice(low), 0, 4), _mm512_rolv_epi32(twice(high), turns), 15), 63);
 }
 
+/* Units of two bits whose codes are four blocks of 32 in the same 32 bytes: bits 2 b and 2 b + 1 are of block b. Those of the
+   other blocks are still there. */
+ALWAYS_INLINE void spread_twos(const uint8_t *from, __m512i to[4]) {
+    const __m512i a = twice(from), b = twice(from + 32);
+    const __m512i right = _mm512_setr_epi32(0, 0, 2, 2, 0, 0, 2, 2, 4, 4, 6, 6, 4, 4, 6, 6);
+    to[0] = _mm512_unpacklo_epi32(a, b);
+    to[1] = _mm512_shuffle_epi32(to[0], 0x4e);
+    to[2] = _mm512_unpackhi_epi32(a, b);
+    to[3] = _mm512_shuffle_epi32(to[2], 0x4e);
+    UNROLL for (int i = 0; i < 4; i++) to[i] = _mm512_srlv_epi32(to[i], right);
+}
+
+/* Of 32 bytes, for each of the four vectors those of the values of each lane, turned left by `turns`. */
+ALWAYS_INLINE void spread_bits(const uint8_t *from, __m512i turns, __m512i to[4]) {
+    const __m512i bits = twice(from);
+    to[0] = _mm512_rolv_epi32(_mm512_shuffle_epi32(bits, 0x50), turns);
+    to[1] = _mm512_rolv_epi32(_mm512_shuffle_epi32(bits, 0x05), turns);
+    to[2] = _mm512_rolv_epi32(_mm512_shuffle_epi32(bits, 0xfa), turns);
+    to[3] = _mm512_rolv_epi32(_mm512_shuffle_epi32(bits, 0xaf), turns);
+}
+
+/* The codes of two blocks of NVFP4, by lane: of first and second halves those of even groups, then those of odd ones. */
+ALWAYS_INLINE __m512i two_of_nvfp4(const uint8_t *from) {
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(thirty_two(from)),
+                                            thirty_two(from + block_bytes(PLLM_NVFP4)), 1);
+    return _mm512_permutex_epi64(both, 0xd8);
+}
+
 /* Codes of a group of 32, and of the one after the next. */
 ALWAYS_INLINE __m512i two_groups(const uint8_t *codes) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(thirty_two(codes)), thirty_two(codes + 64), 1);
@@ -125,13 +148,30 @@ ALWAYS_INLINE __m512i two_groups(const uint8_t *codes) {
 /* The unsigned codes of the unit at b. */
 ALWAYS_INLINE void unit_codes(const uint8_t *b, const int dtype, __m512i to[4]) {
     const int64_t size = block_bytes(dtype);
-    if (has_few_bits(dtype)) {
-        uint8_t room[UNIT];
-        codes_table[dtype](b, room);
-        spread(two_groups(room), two_groups(room + 32), two_groups(room + 128), two_groups(room + 160), to);
+    switch (dtype) {
+    case PLLM_Q2_K:
+    case PLLM_TQ2_0:
+        spread_twos(b + codes_at(dtype), to);
+        UNROLL for (int i = 0; i < 4; i++) to[i] = masked(to[i], 3);
+        return;
+    case PLLM_Q3_K: {
+        __m512i high[4];
+        /* From the bit of a block's number to bit 2. */
+        spread_bits(b, _mm512_setr_epi32(2, 30, 1, 29, 2, 30, 1, 29, 0, 28, 31, 27, 0, 28, 31, 27), high);
+        spread_twos(b + codes_at(dtype), to);
+        UNROLL for (int i = 0; i < 4; i++) to[i] = masked(joined(to[i], high[i], 3), 7);
         return;
     }
-    switch (dtype) {
+    case PLLM_NVFP4: {
+        const __m512i first = two_of_nvfp4(b + codes_at(dtype)), second = two_of_nvfp4(b + codes_at(dtype) + 2 * size);
+        const __m512i low = _mm512_unpacklo_epi32(first, second), high = _mm512_unpackhi_epi32(first, second);
+        const __m512i even = _mm512_mask_mov_epi64(low, 0xaa, high), odd = _mm512_alignr_epi8(high, low, 8);
+        to[0] = looked_up(masked(even, 15), dtype);
+        to[1] = looked_up(masked(odd, 15), dtype);
+        to[2] = looked_up(masked(_mm512_srli_epi16(even, 4), 15), dtype);
+        to[3] = looked_up(masked(_mm512_srli_epi16(odd, 4), 15), dtype);
+        return;
+    }
     case PLLM_Q4_K:
         spread_nibbles(b + codes_at(dtype), to);
         UNROLL for (int i = 0; i < 4; i++)
@@ -140,14 +180,10 @@ ALWAYS_INLINE void unit_codes(const uint8_t *b, const int dtype, __m512i to[4]) 
     case PLLM_Q5_K: {
         /* From the bit of a block's number to bit 4. */
         const __m512i turns = _mm512_setr_epi32(4, 0, 3, 31, 4, 0, 3, 31, 2, 30, 1, 29, 2, 30, 1, 29);
-        const __m512i high = twice(b + Q5_K_HIGH);
+        __m512i high[4];
+        spread_bits(b + Q5_K_HIGH, turns, high);
         spread_nibbles(b + codes_at(dtype), to);
-        UNROLL for (int i = 0; i < 4; i++) to[i] = nibbles_lowered(to[i]);
-        to[0] = joined(to[0], _mm512_rolv_epi32(_mm512_shuffle_epi32(high, 0x50), turns), 15);
-        to[1] = joined(to[1], _mm512_rolv_epi32(_mm512_shuffle_epi32(high, 0x05), turns), 15);
-        to[2] = joined(to[2], _mm512_rolv_epi32(_mm512_shuffle_epi32(high, 0xfa), turns), 15);
-        to[3] = joined(to[3], _mm512_rolv_epi32(_mm512_shuffle_epi32(high, 0xaf), turns), 15);
-        UNROLL for (int i = 0; i < 4; i++) to[i] = masked(to[i], 31);
+        UNROLL for (int i = 0; i < 4; i++) to[i] = masked(joined(nibbles_lowered(to[i]), high[i], 15), 31);
         return;
     }
     case PLLM_Q6_K: {
@@ -165,6 +201,12 @@ ALWAYS_INLINE void unit_codes(const uint8_t *b, const int dtype, __m512i to[4]) 
         return;
     default: {
         const int64_t at = codes_at(dtype);
+        if (has_few_bits(dtype)) {
+            uint8_t room[UNIT];
+            codes_table[dtype](b, room);
+            spread(two_groups(room), two_groups(room + 32), two_groups(room + 128), two_groups(room + 160), to);
+            return;
+        }
         if (has_fifth_bits(dtype)) {
             spread(two_of_five_bits(b, b + 2 * size, at - 4, at),
                    two_of_five_bits(b + size, b + 3 * size, at - 4, at),
@@ -179,11 +221,6 @@ ALWAYS_INLINE void unit_codes(const uint8_t *b, const int dtype, __m512i to[4]) 
 }
 
 /* ---- Scales ---------------------------------------------------------------------------------------------------- */
-
-ALWAYS_INLINE __m512i two_pairs(const uint8_t *a, const uint8_t *b) {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(const void *)a)),
-                              _mm256_loadu_si256((const __m256i *)(const void *)b), 1);
-}
 
 /* For `headers`: where the words are in the 64 of two_pairs, twice. */
 ALWAYS_INLINE __m256i header_order(const int size, const int at, const int last) {
@@ -291,22 +328,23 @@ ALWAYS_INLINE void four_k_scales(const uint8_t *const b[4], __m512 scales[4], __
 
 /* ---- Products ---------------------------------------------------------------------------------------------------- */
 
-/* sums[M] += the unit at w times those at x. What lies `ahead` is fetched, if it is not 0; `past` the caches. */
-ALWAYS_INLINE void add_unit(const uint8_t *w, const int64_t ahead, const int past, const __m512 scales,
-                            const __m512 minimums, const wide_input *const *x, int64_t unit, __m512 *sums,
-                            const int dtype, const int M) {
-    __m512i codes[4];
-    if (ahead)
-        for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64) {
-            const char *at = (const char *)w + ahead + line;
-            if (M > 1)
-                __builtin_prefetch(at, 0, 2);
-            else if (past)
-                __builtin_prefetch(at, 0, 0);
-            else
-                __builtin_prefetch(at, 0, 3);
-        }
-    unit_codes(w, dtype, codes);
+/* Fetches what lies `ahead` of the unit at w, if it is not 0; `past` the caches. */
+ALWAYS_INLINE void fetch_ahead(const uint8_t *w, const int64_t ahead, const int past, const int dtype, const int M) {
+    if (!ahead) return;
+    for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64) {
+        const char *at = (const char *)w + ahead + line;
+        if (M > 1)
+            __builtin_prefetch(at, 0, 2);
+        else if (past)
+            __builtin_prefetch(at, 0, 0);
+        else
+            __builtin_prefetch(at, 0, 3);
+    }
+}
+
+/* sums[M] += the codes of a unit times those at x. */
+ALWAYS_INLINE void add_codes(const __m512i codes[4], const __m512 scales, const __m512 minimums,
+                             const wide_input *const *x, int64_t unit, __m512 *sums, const int dtype, const int M) {
     UNROLL for (int m = 0; m < M; m++) {
         const wide_input *in = x[m] + unit;
         const __m512 by = _mm512_mul_ps(scales, _mm512_loadu_ps(in->scales));
@@ -317,6 +355,30 @@ ALWAYS_INLINE void add_unit(const uint8_t *w, const int64_t ahead, const int pas
                                             : _mm512_loadu_ps(in->sums);
         sums[m] = _mm512_fnmadd_ps(minimums, own, sums[m]);
     }
+}
+
+/* sums[M] += the unit at w times those at x. */
+ALWAYS_INLINE void add_unit(const uint8_t *w, const int64_t ahead, const int past, const __m512 scales,
+                            const __m512 minimums, const wide_input *const *x, int64_t unit, __m512 *sums,
+                            const int dtype, const int M) {
+    __m512i codes[4];
+    fetch_ahead(w, ahead, past, dtype, M);
+    unit_codes(w, dtype, codes);
+    add_codes(codes, scales, minimums, x, unit, sums, dtype, M);
+}
+
+/* The same of a unit and the one after it, if it is one of `units`. */
+ALWAYS_INLINE void add_two_units(const uint8_t *w, const int64_t units, const int64_t ahead, const wide_input *const *x,
+                                 int64_t unit, __m512 *sums, const int dtype, const int M) {
+    const int64_t size = bytes_of_values(dtype, UNIT), more = unit + 1 < units;
+    const __m512 none = _mm512_setzero_ps();
+    __m512i codes[2][4];
+    __m512 minimums; /* which no such format has */
+    fetch_ahead(w, ahead, 0, dtype, M);
+    fetch_ahead(w + size, ahead, 0, dtype, M);
+    two_units(w, w + more * size, dtype, codes);
+    add_codes(codes[0], unit_scales(w, dtype, &minimums), none, x, unit, sums, dtype, M);
+    if (more) add_codes(codes[1], unit_scales(w + size, dtype, &minimums), none, x, unit + 1, sums, dtype, M);
 }
 
 /* `units` whole units of ROWS_TOGETHER rows with those at x: a row's sum is what it is by itself. */
@@ -339,6 +401,10 @@ ALWAYS_INLINE void add_together(const uint8_t *w, const int64_t row_bytes, const
                     add_unit(w + r * row_bytes + (unit + i) * size, NEXT_BYTES, 0, scales[r][i], minimums[r][i], &x,
                              unit + i, &sums[r], dtype, 1);
         }
+    } else if (IN_PAIRS(dtype)) {
+        for (int64_t unit = 0; unit < units; unit += 2)
+            UNROLL for (int r = 0; r < ROWS_TOGETHER; r++)
+                add_two_units(w + r * row_bytes + unit * size, units, NEXT_BYTES, &x, unit, &sums[r], dtype, 1);
     } else {
         for (int64_t unit = 0; unit < units; unit++)
             UNROLL for (int r = 0; r < ROWS_TOGETHER; r++) {
@@ -387,6 +453,8 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
                 for (int64_t i = 0; i < some; i++, at += size)
                     add_unit(at, ahead, past, scales[i], minimums[i], in, unit + i, sums, dtype, M);
             }
+        } else if (IN_PAIRS(dtype)) {
+            for (; unit < whole; unit += 2, at += 2 * size) add_two_units(at, whole, ahead, in, unit, sums, dtype, M);
         } else {
             for (; unit < whole; unit++, at += size) {
                 __m512 minimums;
@@ -419,10 +487,10 @@ typedef void (*add_rows_function)(const uint8_t *w, int64_t row_bytes, int64_t r
 #define NAMES(NAME, ...)                                                                                           \
     [PLLM_##NAME] = {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6, NAME##_7, NAME##_8},
 
-PLLM_BLOCK_FORMATS(ALL)
+PACKED_FORMATS(ALL)
 
 /* By dtype and tokens. */
-static const add_rows_function add_rows_table[PLLM_DTYPES][MOST_TOKENS] = {PLLM_BLOCK_FORMATS(NAMES)};
+static const add_rows_function add_rows_table[PLLM_DTYPES][MOST_TOKENS] = {PACKED_FORMATS(NAMES)};
 
 /* The lanes of each of `count` vectors added up. */
 static void add_lanes(const __m512 *sums, int64_t count, float *to) {
@@ -434,6 +502,10 @@ static void add_lanes(const __m512 *sums, int64_t count, float *to) {
 
 void SET(few)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *const *x,
               int64_t tokens, float *y, int64_t y_stride, int add) {
+    if (!add_rows_table[dtype][0]) {
+        FEW_OF_OTHERS(weights, dtype, stride, rows, columns, x, tokens, y, y_stride, add);
+        return;
+    }
     const int64_t row_bytes = bytes_of_values(dtype, stride), parts = divided_up(tokens, MOST_TOKENS);
     const int64_t units = divided_up(columns, UNIT), most = divided_up(tokens, parts);
     const int64_t spans = most == 1 ? 1 : divided_up(units * most * (int64_t)sizeof(wide_input), SPAN_BYTES);
@@ -457,58 +529,5 @@ void SET(few)(const void *weights, int dtype, int64_t stride, int64_t rows, int6
                     to[r] = add ? to[r] + by * totals[r * width + i] : by * totals[r * width + i];
             }
         }
-    }
-}
-
-/* The codes of a block of an input row times `scale`, in two halves, and their scale: the numbers of
-   pllm_packed_scalar_convert. */
-ALWAYS_INLINE float rounded_block(const float *from, const float scale, __m512i halves[2]) {
-    const __m512 factor = _mm512_set1_ps(scale), largest = _mm512_set1_ps(3.40282347e38F);
-    const __m512i zero = _mm512_setzero_si512();
-    const __m512 low = _mm512_mul_ps(_mm512_loadu_ps(from), factor);
-    const __m512 high = _mm512_mul_ps(_mm512_loadu_ps(from + 16), factor);
-    const __m512 low_size = _mm512_abs_ps(low), high_size = _mm512_abs_ps(high);
-    const int finite = _mm512_cmp_ps_mask(low_size, largest, _CMP_LE_OQ) == 0xffff &&
-                       _mm512_cmp_ps_mask(high_size, largest, _CMP_LE_OQ) == 0xffff;
-    const float most = finite ? _mm512_reduce_max_ps(_mm512_max_ps(low_size, high_size)) : 0;
-    const __m512 by = _mm512_set1_ps(most > 0 ? 127.0F / most : 0);
-    halves[0] = finite ? _mm512_cvtps_epi32(_mm512_mul_ps(low, by)) : zero;
-    halves[1] = finite ? _mm512_cvtps_epi32(_mm512_mul_ps(high, by)) : zero;
-    return finite ? most / 127.0F : __builtin_nanf("");
-}
-
-void SET(convert)(void *row, int64_t first, const float *from, float scale, int64_t count) {
-    for (int64_t i = 0; i < count; i += INPUT_BLOCK) {
-        wide_input *unit = (wide_input *)row + (first + i) / UNIT;
-        const int block = (int)((first + i) % UNIT / INPUT_BLOCK);
-        __m512i halves[2];
-        const float step = rounded_block(from + i, scale, halves);
-        int total = 0;
-        UNROLL for (int half = 0; half < 2; half++) {
-            const int lane = lane_of(block, half), sum = _mm512_reduce_add_epi32(halves[half]);
-            uint32_t words[4];
-            _mm_storeu_si128((__m128i *)(void *)words, _mm512_cvtepi32_epi8(halves[half]));
-            UNROLL for (int step_of = 0; step_of < 4; step_of++)
-                memcpy(unit->codes[step_of ^ (block & 1)] + 4 * lane, &words[step_of], 4);
-            unit->scales[lane] = step;
-            unit->raised[lane] = -128 * sum;
-            total += sum;
-        }
-        unit->sums[block] = 0;
-        unit->sums[8 + block] = step * (float)total;
-    }
-}
-
-/* Zeros in the blocks of the last unit that have no values. */
-void SET(pad)(void *row, int64_t columns) {
-    wide_input *unit = (wide_input *)row + columns / UNIT;
-    for (int block = (int)(columns % UNIT / INPUT_BLOCK); block % 8; block++) {
-        for (int half = 0; half < 2; half++) {
-            const int lane = lane_of(block, half);
-            for (int step = 0; step < 4; step++) memset(unit->codes[step] + 4 * lane, 0, 4);
-            unit->scales[lane] = 0;
-            unit->raised[lane] = 0;
-        }
-        unit->sums[block] = unit->sums[8 + block] = 0;
     }
 }

@@ -1,7 +1,8 @@
 /* Packed weights opened for AVX-512: 64 codes of two to eight bits at a time. Codes are unsigned: what was added to them
    for that is taken away again with the minimums. The including file says
 
-   SET(name)   the name of this set's copy of a function */
+   SET(name)             the name of this set's copy of a function
+   PACKED_FORMATS(ROW)   the formats that it has */
 
 #include "packed_codes_x86.h"
 #include "packed_scales_x86.h"
@@ -14,6 +15,19 @@ ALWAYS_INLINE int raised_by(const int dtype) {
 }
 
 ALWAYS_INLINE __m512i masked(__m512i v, int bits) { return _mm512_and_si512(v, _mm512_set1_epi8((char)bits)); }
+
+ALWAYS_INLINE __m512i loaded(const void *from) { return _mm512_loadu_si512(from); }
+
+/* `low` where the bits of `mask` are set in each byte, `high` where they are not. */
+ALWAYS_INLINE __m512i joined(__m512i low, __m512i high, int mask) {
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi8((char)mask), low, high, 0xca);
+}
+
+/* 32 bytes each. */
+ALWAYS_INLINE __m512i two_pairs(const uint8_t *a, const uint8_t *b) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(const void *)a)),
+                              _mm256_loadu_si256((const __m256i *)(const void *)b), 1);
+}
 
 /* Words of 16 bits shifted right by `low` in the lower half of the vector and by `high` in the upper one. */
 ALWAYS_INLINE __m512i halves_shifted(__m512i v, int low, int high) {
@@ -65,9 +79,9 @@ ALWAYS_INLINE __m512i with_fifth_bits(__m512i codes, const uint8_t *a, const uin
     }
 #define CODES_NAME(NAME, ...) [PLLM_##NAME] = NAME##_codes,
 
-PLLM_BLOCK_FORMATS(OPEN_CODES)
+PACKED_FORMATS(OPEN_CODES)
 
-static void (*const codes_table[PLLM_DTYPES])(const uint8_t *b, uint8_t to[UNIT]) = {PLLM_BLOCK_FORMATS(CODES_NAME)};
+static void (*const codes_table[PLLM_DTYPES])(const uint8_t *b, uint8_t to[UNIT]) = {PACKED_FORMATS(CODES_NAME)};
 
 /* What codes_of reads: the unit at b, or, of formats that few_bits opens, their codes in `room`. */
 ALWAYS_INLINE const uint8_t *readable(const uint8_t *b, uint8_t room[UNIT], const int dtype) {

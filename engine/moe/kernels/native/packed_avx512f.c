@@ -15,6 +15,7 @@
 
 #undef SET
 #define SET(name) pllm_packed_avx512f_##name
+#define PACKED_FORMATS PLLM_BLOCK_FORMATS
 #include "packed_avx512_template.h"
 
 #define DOT(codes, in, dtype) SET(dot)(codes, (in)->codes, (in)->raised, dtype)
@@ -48,7 +49,11 @@ static inline __attribute__((always_inline)) __m512i SET(dot)(const __m512i code
 }
 
 #define LARGE_CODES 0
+#define IN_PAIRS(dtype) 0
+#define two_units(...) (void)0
+#define FEW_OF_OTHERS(...) (void)0
 #include "packed_avx512_few_template.h"
+#include "packed_avx512_input.h"
 
 /* ---- Rows opened for panels ---------------------------------------------------------------------------------- */
 

@@ -40,6 +40,7 @@ PACKED_ROWS(avx512f)
 /* Rows opened as float32. */
 void pllm_packed_avx512f_open_row(int dtype, const void *from, float *to, int64_t count);
 PACKED_FEW(avx512_vnni)
+PACKED_FEW(avx512_vbmi)
 PACKED_ROWS(avx512_vnni)
 PACKED_MANY(avx512_vnni)
 #endif
@@ -91,6 +92,7 @@ _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a un
 #define PACKED_AVX2_SET PACKED_FEW_SET(avx2, avx2), BYTE_PANELS(avx2)
 #define PACKED_NEON_SET(MANY) PACKED_FEW_SET(neon, scalar), BYTE_PANELS(MANY)
 #define PACKED_VNNI_SET PACKED_FEW_SET(avx512_vnni, avx512_vnni), BYTE_PANELS(avx512_vnni)
+#define PACKED_VBMI_SET PACKED_FEW_SET(avx512_vbmi, avx512_vnni), BYTE_PANELS(avx512_vnni)
 #define PLAIN_SET PLAIN_SET_OF(few)
 #define FP8_SET PLAIN_SET_OF(few_fp8)
 #define PLAIN_SET_OF(FEW)                                                                                          \

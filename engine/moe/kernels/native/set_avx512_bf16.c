@@ -27,7 +27,7 @@
 
 const kernel_set pllm_set_avx512_bf16 = {PLAIN_SET};
 const kernel_set pllm_set_avx512_bf16_fp8 = {FP8_SET};
-const kernel_set pllm_set_avx512_bf16_packed = {PACKED_VNNI_SET};
+const kernel_set pllm_set_avx512_bf16_packed = {PACKED_VBMI_SET};
 const kernel_set pllm_set_avx512_bf16_grouped = {GROUPED_VNNI_SET};
 
 #if defined(__clang__)

@@ -27,6 +27,7 @@ const kernel_set pllm_set_avx512f = {PLAIN_SET};
 const kernel_set pllm_set_avx512f_fp8 = {FP8_SET};
 const kernel_set pllm_set_avx512f_packed = {PACKED_SET(avx512f, avx512f)};
 const kernel_set pllm_set_avx512_vnni_packed = {PACKED_VNNI_SET};
+const kernel_set pllm_set_avx512_vbmi_packed = {PACKED_VBMI_SET};
 const kernel_set pllm_set_avx512f_grouped = {GROUPED_SET(avx512f, avx512f)};
 const kernel_set pllm_set_avx512_vnni_grouped = {GROUPED_VNNI_SET};
 

@@ -1,0 +1,196 @@
+/* Codes of formats with a grid for AVX-512 with VBMI: points are looked up in registers, 64 at a time, as numbers of two or
+   four bits for each value. These, and the bits of the signs, are brought to the bytes of their values, and both together
+   are looked up in a table of raised codes. They lie as packed_avx512_few_template.h says. Include after packed_avx512_template.h. */
+#include "packed_grids.h"
+
+/* The low bytes of all points, and then the high ones. */
+#define LOW_BYTE(point) (uint8_t)(point),
+#define HIGH_BYTE(point) (uint8_t)((point) >> 8),
+#define FIRST_LOW(first, second) (uint8_t)(first),
+#define FIRST_HIGH(first, second) (uint8_t)((first) >> 8),
+#define SECOND_LOW(first, second) (uint8_t)(second),
+#define SECOND_HIGH(first, second) (uint8_t)((second) >> 8),
+#define IN_LINES __attribute__((aligned(64)))
+
+static const uint8_t iq3_s_points[2][512] IN_LINES = {{IQ3_S_GRID(FIRST_LOW) IQ3_S_GRID(SECOND_LOW)},
+                                                      {IQ3_S_GRID(FIRST_HIGH) IQ3_S_GRID(SECOND_HIGH)}};
+static const uint8_t iq3_xxs_points[2][256] IN_LINES = {{IQ3_XXS_GRID(LOW_BYTE)}, {IQ3_XXS_GRID(HIGH_BYTE)}};
+static const uint8_t iq2_xxs_points[2][256] IN_LINES = {{IQ2_XXS_GRID(LOW_BYTE)}, {IQ2_XXS_GRID(HIGH_BYTE)}};
+static const uint8_t iq2_xs_points[2][512] IN_LINES = {{IQ2_XS_GRID(LOW_BYTE)}, {IQ2_XS_GRID(HIGH_BYTE)}};
+static const uint8_t iq2_s_points[2][1024] IN_LINES = {{IQ2_S_GRID(LOW_BYTE)}, {IQ2_S_GRID(HIGH_BYTE)}};
+
+#define FOUR_TIMES(M, n) M(n) M((n) + 1) M((n) + 2) M((n) + 3)
+#define SIXTEEN_TIMES(M, n) FOUR_TIMES(M, n) FOUR_TIMES(M, (n) + 4) FOUR_TIMES(M, (n) + 8) FOUR_TIMES(M, (n) + 12)
+#define THIRTY_TWO_TIMES(M) SIXTEEN_TIMES(M, 0) SIXTEEN_TIMES(M, 16)
+
+/* Which of a unit's 32 points of eight values word n has, or byte n of its signs: first and second of the half of a block
+   that lane n / 2 of wide_input has. */
+#define EIGHT_AT(n) (16 * ((n) / 2 % 2) + 8 * ((n) / 16) + 4 * ((n) / 4 % 2) + 2 * ((n) / 8 % 2) + (n) % 2)
+/* Which of its 64 points of four values: first and second of the half, or third and fourth; exchanged in blocks of odd
+   number. */
+#define FOUR_AT(n) (2 * EIGHT_AT((n) & ~1) + ((n) % 2 ^ (n) / 4 % 2))
+
+/* Both bytes of such words, of which the second is in a second vector. */
+#define WORD_OF_EIGHT(n) EIGHT_AT(n), 64 + EIGHT_AT(n),
+#define WORD_OF_SECOND_EIGHT(n) 32 + EIGHT_AT(n), 96 + EIGHT_AT(n),
+#define WORD_OF_FOUR(n) FOUR_AT(n), 64 + FOUR_AT(n),
+#define WORD_OF_NEXT_FOUR(n) 2 + FOUR_AT(n), 66 + FOUR_AT(n),
+static const uint8_t words_of_eights[2][64] IN_LINES = {{THIRTY_TWO_TIMES(WORD_OF_EIGHT)},
+                                                        {THIRTY_TWO_TIMES(WORD_OF_SECOND_EIGHT)}};
+static const uint8_t words_of_fours[2][64] IN_LINES = {{THIRTY_TWO_TIMES(WORD_OF_FOUR)},
+                                                       {THIRTY_TWO_TIMES(WORD_OF_NEXT_FOUR)}};
+
+/* The signs of a unit's lanes 4 i to 4 i + 3, and those of the same lanes of the next unit. */
+#define SIGNS_OF_FOUR(n) EIGHT_AT(n), EIGHT_AT((n) + 1), EIGHT_AT((n) + 2), EIGHT_AT((n) + 3),                     \
+        32 + EIGHT_AT(n), 32 + EIGHT_AT((n) + 1), 32 + EIGHT_AT((n) + 2), 32 + EIGHT_AT((n) + 3),
+static const uint8_t signs_of_lanes[64] IN_LINES = {
+    SIGNS_OF_FOUR(0) SIGNS_OF_FOUR(4) SIGNS_OF_FOUR(8) SIGNS_OF_FOUR(12)
+    SIGNS_OF_FOUR(16) SIGNS_OF_FOUR(20) SIGNS_OF_FOUR(24) SIGNS_OF_FOUR(28)
+};
+
+#define TWICE(n) 2 * (n),
+static const uint8_t even_bytes[64] IN_LINES = {
+    SIXTEEN_TIMES(TWICE, 0) SIXTEEN_TIMES(TWICE, 16) SIXTEEN_TIMES(TWICE, 32) SIXTEEN_TIMES(TWICE, 48)
+};
+
+/* Eight bytes for each pair of lanes, from the words that they have. */
+#define FOUR_BITS(first, step) (first), (first) + (step), (first) + 2 * (step), (first) + 3 * (step)
+#define PAIR_BITS(first, apart, step) FOUR_BITS(first, step), FOUR_BITS((first) + (apart), step)
+#define LANES_BITS(even, odd, apart, step)                                                                         \
+    _mm512_broadcast_i32x4(_mm_setr_epi8(PAIR_BITS(even, apart, step), PAIR_BITS(odd, apart, step)))
+
+ALWAYS_INLINE __m512i bytes_at(__m512i bits, __m512i from) { return _mm512_multishift_epi64_epi8(from, bits); }
+
+/* Of 64 indices the bytes of the points in a table of `count`. `high`: of the index the eighth bit and those above. */
+ALWAYS_INLINE __m512i points_in(const uint8_t *table, __m512i at, const __mmask64 *high, const int count) {
+    __m512i found[8];
+    UNROLL for (int i = 0; i < 8; i++)
+        if (i < count / 128)
+            found[i] = _mm512_permutex2var_epi8(loaded(table + 128 * i), at, loaded(table + 128 * i + 64));
+    UNROLL for (int i = 0; i < 4; i++)
+        if (i < count / 256) found[i] = _mm512_mask_blend_epi8(high[0], found[2 * i], found[2 * i + 1]);
+    UNROLL for (int i = 0; i < 2; i++)
+        if (i < count / 512) found[i] = _mm512_mask_blend_epi8(high[1], found[2 * i], found[2 * i + 1]);
+    return count < 1024 ? found[0] : _mm512_mask_blend_epi8(high[2], found[0], found[1]);
+}
+
+/* The codes of a vector: `points`, whose low `bits` are what they stand for, with `signs`, whose next bit is the sign. */
+ALWAYS_INLINE __m512i signed_codes(__m512i points, __m512i signs, __m512i values, const int bits) {
+    const __m512i both = joined(points, signs, (1 << bits) - 1);
+    return _mm512_permutexvar_epi8(both, values);
+}
+
+/* Signs in the order of signs_of_lanes, moved so that those of vector i are above `bits` bits. */
+#define SIGNS_AT(i, bits) LANES_BITS(((i) / 2 * 8 + (i) % 2 * 4 - (bits)) & 63, ((i) / 2 * 8 + ((i) % 2 ^ 1) * 4 - (bits)) & 63, 16, 1)
+
+/* The four vectors of a unit whose points of eight values, of two bits each, are in the order of words_of_eights. */
+ALWAYS_INLINE void codes_of_eights(__m512i points, __m512i signs, __m512i to[4]) {
+    const int64_t above = 64; /* 8, 25 and 43, and then less than that */
+    const int64_t more = (above + 8) | (above + 25) << 8 | (above + 43) << 16;
+    const int64_t less = (above - 8) | (above - 25) << 8 | (above - 43) << 16;
+    const __m512i values = _mm512_set1_epi64(more | less << 32);
+    to[0] = signed_codes(bytes_at(points, LANES_BITS(0, 8, 32, 2)), bytes_at(signs, SIGNS_AT(0, 2)), values, 2);
+    to[1] = signed_codes(bytes_at(points, LANES_BITS(8, 0, 32, 2)), bytes_at(signs, SIGNS_AT(1, 2)), values, 2);
+    to[2] = signed_codes(bytes_at(points, LANES_BITS(16, 24, 32, 2)), bytes_at(signs, SIGNS_AT(2, 2)), values, 2);
+    to[3] = signed_codes(bytes_at(points, LANES_BITS(24, 16, 32, 2)), bytes_at(signs, SIGNS_AT(3, 2)), values, 2);
+}
+
+/* The same of points of four values, of four bits each, in the orders of words_of_fours. */
+ALWAYS_INLINE void codes_of_fours(__m512i first, __m512i second, __m512i signs, __m512i values, __m512i to[4]) {
+    const __m512i even = LANES_BITS(0, 0, 32, 4), odd = LANES_BITS(16, 16, 32, 4);
+    to[0] = signed_codes(bytes_at(first, even), bytes_at(signs, SIGNS_AT(0, 3)), values, 3);
+    to[1] = signed_codes(bytes_at(first, odd), bytes_at(signs, SIGNS_AT(1, 3)), values, 3);
+    to[2] = signed_codes(bytes_at(second, even), bytes_at(signs, SIGNS_AT(2, 3)), values, 3);
+    to[3] = signed_codes(bytes_at(second, odd), bytes_at(signs, SIGNS_AT(3, 3)), values, 3);
+}
+
+/* Bytes of seven signs with the eighth that makes the number of negative ones even; their highest bit does not matter. */
+ALWAYS_INLINE __m512i evened(__m512i sevens) {
+    return _mm512_permutex2var_epi8(loaded(pllm_even_signs), sevens, loaded(pllm_even_signs + 64));
+}
+
+/* The four groups of seven bits of each of sixteen words, a byte each. */
+ALWAYS_INLINE __m512i four_sevens(__m512i words) { return bytes_at(words, LANES_BITS(0, 0, 32, 7)); }
+
+/* Of units at a and b the places of the points, the signs, and the high bits of the places. */
+ALWAYS_INLINE __m512i places_of_two(const uint8_t *a, const uint8_t *b, __m512i *signs, __mmask64 high[3],
+                                    const int dtype) {
+    const int codes = (int)codes_at(dtype);
+    __m512i at;
+    if (dtype == PLLM_IQ2_S) {
+        uint64_t first, second;
+        memcpy(&first, a + IQ2_S_HIGH, 8);
+        memcpy(&second, b + IQ2_S_HIGH, 8);
+        const __m512i four = _mm512_inserti64x4(_mm512_set1_epi64((int64_t)first), _mm256_set1_epi64x((int64_t)second), 1);
+        const __m256i turns = _mm256_setr_epi8(PAIR_BITS(0, 8, 2), PAIR_BITS(16, 8, 2), PAIR_BITS(32, 8, 2), PAIR_BITS(48, 8, 2));
+        const __m512i twos = bytes_at(four, _mm512_broadcast_i64x4(turns));
+        at = two_pairs(a + codes, b + codes);
+        *signs = two_pairs(a + IQ2_S_SIGNS, b + IQ2_S_SIGNS);
+        high[1] = _mm512_test_epi8_mask(twos, _mm512_set1_epi8(1));
+        high[2] = _mm512_test_epi8_mask(twos, _mm512_set1_epi8(2));
+    } else if (dtype == PLLM_IQ2_XS) {
+        const __m512i even = loaded(even_bytes), first = loaded(a + codes), second = loaded(b + codes);
+        const __m512i ends = _mm512_permutex2var_epi8(first, _mm512_add_epi8(even, _mm512_set1_epi8(1)), second);
+        at = _mm512_permutex2var_epi8(first, even, second);
+        *signs = evened(_mm512_srli_epi16(ends, 1));
+        high[1] = _mm512_test_epi8_mask(ends, _mm512_set1_epi8(1));
+    } else {
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const __m512i first = loaded(a + codes), second = loaded(b + codes);
+        at = _mm512_permutex2var_epi32(first, even, second);
+        *signs = evened(four_sevens(_mm512_permutex2var_epi32(first, _mm512_add_epi32(even, _mm512_set1_epi32(1)), second)));
+    }
+    high[0] = _mm512_movepi8_mask(at);
+    return at;
+}
+
+/* The unsigned codes of the units at a and b, whose points have eight values. */
+ALWAYS_INLINE void two_units_of_eights(const uint8_t *a, const uint8_t *b, const int dtype, __m512i to[2][4]) {
+    const uint8_t *points = dtype == PLLM_IQ2_S    ? iq2_s_points[0]
+                            : dtype == PLLM_IQ2_XS ? iq2_xs_points[0]
+                                                   : iq2_xxs_points[0];
+    const int count = dtype == PLLM_IQ2_S ? 1024 : dtype == PLLM_IQ2_XS ? 512 : 256;
+    __mmask64 high[3];
+    __m512i signs;
+    const __m512i at = places_of_two(a, b, &signs, high, dtype);
+    const __m512i low_bytes = points_in(points, at, high, count), high_bytes = points_in(points + count, at, high, count);
+    signs = _mm512_permutexvar_epi8(loaded(signs_of_lanes), signs);
+    codes_of_eights(_mm512_permutex2var_epi8(low_bytes, loaded(words_of_eights[0]), high_bytes), signs, to[0]);
+    codes_of_eights(_mm512_permutex2var_epi8(low_bytes, loaded(words_of_eights[1]), high_bytes),
+                    _mm512_shuffle_epi32(signs, (_MM_PERM_ENUM)0xb1), to[1]);
+}
+
+/* The same of one unit, whose points have four. */
+ALWAYS_INLINE void unit_of_fours(const uint8_t *b, const int dtype, __m512i to[4]) {
+    const int is_s = dtype == PLLM_IQ3_S, count = is_s ? 512 : 256;
+    const uint8_t *points = is_s ? iq3_s_points[0] : iq3_xxs_points[0];
+    const __m512i at = loaded(b + codes_at(dtype));
+    __mmask64 high[2];
+    __m512i signs;
+    high[0] = _mm512_movepi8_mask(at);
+    if (is_s) {
+        uint64_t ninth;
+        memcpy(&ninth, b + IQ3_S_HIGH, 8);
+        high[1] = _cvtu64_mask64(ninth);
+        signs = _mm512_castsi256_si512(thirty_two(b + IQ3_S_SIGNS));
+    } else {
+        signs = evened(four_sevens(_mm512_castsi256_si512(thirty_two(b + IQ3_XXS_SIGNS))));
+    }
+    const __m512i low = points_in(points, at, high, count), top = points_in(points + count, at, high, count);
+    const __m512i values = _mm512_broadcast_i32x4(
+        is_s ? _mm_setr_epi8(17, 19, 21, 23, 25, 27, 29, 31, 15, 13, 11, 9, 7, 5, 3, 1)
+             : _mm_setr_epi8(34, 38, 42, 46, 50, 54, 58, 63, 30, 26, 22, 18, 14, 10, 6, 1));
+    codes_of_fours(_mm512_permutex2var_epi8(low, loaded(words_of_fours[0]), top),
+                   _mm512_permutex2var_epi8(low, loaded(words_of_fours[1]), top),
+                   _mm512_permutexvar_epi8(loaded(signs_of_lanes), signs), values, to);
+}
+
+/* The unsigned codes of the units at a and b. */
+ALWAYS_INLINE void two_units(const uint8_t *a, const uint8_t *b, const int dtype, __m512i to[2][4]) {
+    if (dtype == PLLM_IQ3_S || dtype == PLLM_IQ3_XXS) {
+        unit_of_fours(a, dtype, to[0]);
+        unit_of_fours(b, dtype, to[1]);
+    } else {
+        two_units_of_eights(a, b, dtype, to);
+    }
+}
