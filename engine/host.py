@@ -1,9 +1,9 @@
 """The engine process: ``python -m engine.host`` reads requests from its stdin and writes events to its stdout.
 
 Other programs may attach through a Unix socket (:mod:`engine.connections`). The main thread only reads, so that
-cancellation and the end of a program are noticed whatever the model does. A second thread loads and generates, in turns
-between clients. A third one fetches and prepares models, so that a chat can go on meanwhile. The process ends with the
-last program that uses it.
+cancellation and the end of a program are noticed whatever the model does. A second thread loads models and answers
+questions, those of several clients at the same time. A third one fetches and prepares models, so that a chat can go on
+meanwhile. The process ends with the last program that uses it.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ from engine.system.processes import keep_to_owner
 
 if TYPE_CHECKING:
     from engine.cluster.network import ClusterNetwork
+    from engine.generation.programs import Program
+    from engine.session.scheduler import Scheduler
+
+WAITING = "waiting for other answers"
+"""Stage of a question that has to wait."""
 
 LAST_SAVE_S = 1.0
 """Maximum seconds for which the end of the process waits for a disk."""
@@ -135,7 +140,8 @@ class Host:
         self._lock = threading.Lock()
         self._loaded_as: Load | None = None
         """The request by which the model was loaded, without its client's own options."""
-        self._running: Task | None = None
+        self._full = False
+        """Whether a question that is asked now has to wait."""
         self._using = threading.Lock()
         """Lock of the thread that runs the session."""
         self._answering: TurnQueue[tuple[Client, str], Task] = TurnQueue()
@@ -231,9 +237,8 @@ class Host:
         return task
 
     def _queue(self, tasks: TurnQueue[tuple[Client, str], Task], task: Task) -> None:
-        running = self._running
-        if isinstance(task.request, Generate) and running is not None and running.owner != task.owner:
-            task.client.send(Progress(id=task.request.id, stage="waiting for other answers"))
+        if isinstance(task.request, Generate) and self._full:
+            task.client.send(Progress(id=task.request.id, stage=WAITING))
         tasks.put(task.owner, task)
 
     def _cancel(self, task: Task) -> None:
@@ -247,14 +252,52 @@ class Host:
             task = tasks.take()
             if tasks is self._answering:
                 with self._using:
-                    self._running = task
-                    self._finish(task)
-                    self._running = None
+                    if isinstance(task.request, Generate):
+                        self._answer_together(task)
+                    else:
+                        self._full = True
+                        self._finish(task)
+                        self._full = False
                     self._model.keep_prefixes(lambda: tasks.waiting() > 0)
             else:
                 self._finish(task)
             del task
             self._between_tasks()
+
+    def _answer_together(self, task: Task) -> None:
+        """Answer the question ``task``, and others that are asked meanwhile. Ends when none is left."""
+        session = self._model.session
+        if session is None:
+            return self._finish(task)
+        scheduler, most = session.scheduler(), session.most_together
+        with AWAKE.held(), self._model.undisturbed():
+            self._begin_answer(scheduler, task)
+            while scheduler.active:
+                self._full = scheduler.active >= most
+                following = None if self._full else self._answering.take_now(_is_question)
+                if following is not None:
+                    self._begin_answer(scheduler, following)
+                else:
+                    scheduler.round()
+        self._full = False
+
+    def _begin_answer(self, scheduler: Scheduler, task: Task) -> None:
+        request = task.request
+        assert isinstance(request, Generate)
+        scheduler.add(
+            self._answering_program(task, request),
+            lambda event: self._tell_last(task, event),
+            lambda error: self._tell_last(task, _failed(task, error)),
+            first=not request.client,
+        )
+
+    def _answering_program(self, task: Task, request: Generate) -> Program[AnyEvent]:
+        from engine.session.session import cancelled_answer
+
+        self._parts.observe("request", request, task.report)
+        if task.cancelled():
+            return cancelled_answer(request.id)
+        return (yield from self._model.answer(request, lambda event: self._emit(event, task.client), task))
 
     def keep_last_prefixes(self) -> None:
         """Write the session's prefixes to disk at the end of the process."""
@@ -270,7 +313,10 @@ class Host:
             self._finish(task)
 
     def _finish(self, task: Task) -> None:
-        event = self._answer(task)
+        self._tell_last(task, self._answer(task))
+
+    def _tell_last(self, task: Task, event: AnyEvent) -> None:
+        """Send the last event of ``task``, which is over."""
         key = (task.client, task.request.id)
         with self._lock:
             if self._tasks.get(key) is task:
@@ -285,11 +331,8 @@ class Host:
         try:
             with AWAKE.held():
                 return self._run(task)
-        except ModelError as error:
-            return Failed(id=task.request.id, error=str(error), kind=error.kind)
         except BaseException as error:
-            traceback.print_exc()
-            return Failed(id=task.request.id, error=_sentence(error), kind=_kind(error))
+            return _failed(task, error)
 
     def _run(self, task: Task) -> AnyEvent:
         request = task.request
@@ -300,7 +343,7 @@ class Host:
             case Resize():
                 return self._resize(request)
             case Generate():
-                return self._generate(task, request)
+                return self._unanswered(task, request)
             case Plan():
                 return self._plan(request)
             case Bench():
@@ -468,12 +511,12 @@ class Host:
         """Store the loaded model's popularity counts. Thread-safe."""
         self._model.keep_popularity()
 
-    def _generate(self, task: Task, request: Generate) -> AnyEvent:
+    def _unanswered(self, task: Task, request: Generate) -> AnyEvent:
+        """The end of a question that was cancelled before its turn. Raises ModelError if no model is loaded."""
         from engine.session.session import cancelled_answer
 
-        if self._model.loaded and task.cancelled():
-            return cancelled_answer(request.id)
-        return self._model.generate(request, lambda event: self._emit(event, task.client), task)
+        assert self._model.loaded and task.cancelled()
+        return cancelled_answer(request.id)
 
     def _emit(self, event: AnyEvent, client: Client) -> None:
         """Send an answer's event to the client that asked, or to all clients if it concerns everybody."""
@@ -507,6 +550,18 @@ def _prepare(task: Task, request: Prepare) -> AnyEvent:
     destination = folder if is_old(folder) else resolved.prepared_folder
     prepare(folder, destination, task.report, task.cancelled)
     return Done(id=request.id, path=str(destination), detail=why)
+
+
+def _is_question(task: Task) -> bool:
+    return isinstance(task.request, Generate)
+
+
+def _failed(task: Task, error: BaseException) -> Failed:
+    """The last event of ``task``, which ended with ``error``."""
+    if isinstance(error, ModelError):
+        return Failed(id=task.request.id, error=str(error), kind=error.kind)
+    traceback.print_exception(error)
+    return Failed(id=task.request.id, error=_sentence(error), kind=_kind(error))
 
 
 def _sentence(error: BaseException) -> str:
@@ -604,15 +659,29 @@ class TurnQueue(Generic[Owner, Item]):
         """The next item. Waits for one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
-            if self._served is not None and self._served in self._waiting:
-                # It asked again while it was served, perhaps before others came.
-                self._waiting.move_to_end(self._served)
-            owner, items = next(iter(self._waiting.items()))
-            item = items.popleft()
-            if not items:
-                del self._waiting[owner]
-            self._served = owner
-            return item
+            return self._pop()
+
+    def _next(self) -> deque[Item]:
+        """The items of the owner whose turn it is."""
+        if self._served is not None and self._served in self._waiting:
+            # It asked again while it was served, perhaps before others came.
+            self._waiting.move_to_end(self._served)
+        return next(iter(self._waiting.values()))
+
+    def _pop(self) -> Item:
+        items = self._next()
+        self._served = next(iter(self._waiting))
+        item = items.popleft()
+        if not items:
+            del self._waiting[self._served]
+        return item
+
+    def take_now(self, wanted: Callable[[Item], bool]) -> Item | None:
+        """The next item if there is one, and it is ``wanted``; otherwise None."""
+        with self._changed:
+            if not self._waiting or not wanted(self._next()[0]):
+                return None
+            return self._pop()
 
     def remove(self, owner: Owner, item: Item) -> bool:
         """Remove ``item`` of ``owner`` from the queue. Returns False if it is not waiting any more."""

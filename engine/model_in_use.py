@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.cluster.network import ClusterNetwork
+    from engine.generation.programs import Program
     from engine.moe.popularity import PopularityWriter
     from engine.residency.resident_model import Residency
     from engine.session.session import Session
@@ -76,13 +77,12 @@ class ModelInUse:
         if session is not None:
             session.close()
 
-    def generate(self, request: Generate, emit: Callable[[AnyEvent], None], control: TurnControl) -> Finished:
-        """Answer ``request`` by :meth:`engine.session.session.Session.generate`. Raises ModelError without a model."""
+    def answer(self, request: Generate, emit: Callable[[AnyEvent], None], control: TurnControl) -> Program[Finished]:
+        """Answer ``request`` by :meth:`engine.session.session.Session.answer`, while :meth:`undisturbed`."""
         session = self.loaded
         try:
-            with self.undisturbed():
-                finished = session.generate(request, emit, control)
-                return finished if self._residency is None else self._residency.probed(finished, session.first_pass_s)
+            finished = yield from session.answer(request, emit, control)
+            return finished if self._residency is None else self._residency.probed(finished, session.first_pass_s)
         finally:
             if self._popularity_writer is not None:
                 self._popularity_writer.save_if_due()

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run
+from engine.generation.beams import BeamRule, BeamRun, BeamState, Hypothesis
+from engine.generation.programs import Program
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
+from engine.session.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,18 @@ def one_by_one(model: LoadedModel, prompt: Sequence[int], width: int, tokens: in
 def together(model: LoadedModel, prompt: Sequence[int], width: int, tokens: int) -> Searched:
     """Ours: all beams in one pass per step."""
     rows, logits = _prompted(model, prompt)
-    run = beam_run(rows, BeamRule(width, tokens))
+    state = BeamState(BeamRule(width, tokens))
+    run = BeamRun(state, rows)
+
+    def search() -> Program[None]:
+        run.begin(logits)
+        while not state.done:
+            yield from run.step()
+
     began = time.perf_counter()
-    steps = sum(1 for _ in run.steps(logits))
+    Scheduler(model).run(search())
     seconds = time.perf_counter() - began
-    return Searched(seconds, (steps - 1) * width, 1, run.state.hypotheses()[0])
+    return Searched(seconds, (state.step - 1) * width, 1, state.hypotheses()[0])
 
 
 def _prompted(model: LoadedModel, prompt: Sequence[int]) -> tuple[TokenRows, Logits]:

@@ -2,17 +2,18 @@
 
 Sequences and scores equal ``transformers.generate(num_beams=W, do_sample=False)``: the same candidates are kept, the
 same ones count as finished, and the search ends at the same step. The selection (:class:`BeamState`) is pure; the
-cache is moved by :func:`beam_search`.
+cache is moved by :class:`BeamRun`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from engine.errors import ModelError, PeerLost
+from engine.generation.programs import Program, decode
 from engine.generation.sampling import TokenGuide, greedy_token, largest, penalised
 from engine.runtimes.protocol import Logits, TokenRows
 
@@ -283,59 +284,58 @@ def _best(scores: Logits, count: int) -> tuple[list[int], list[np.float32]]:
 
 @dataclass
 class BeamRun:
-    """A search over a cache. Iterate :meth:`steps`; stop iterating to cancel.
+    """A search from ``rows``, one row that holds the prompt and is not changed.
+
+    ``restore`` makes another such row if a machine that held a part of it is lost; without it, PeerLost is raised.
+    ``check`` is called before each step that is run again, and may raise. Iterate as :meth:`begin` and then
+    :meth:`step`, until the state is done; stop to cancel.
 
     Its rows are discarded afterwards: the bits of a beam's keys and values depend on the other beams of its passes, so
-    they could not be reproduced. The row that holds the prompt is unchanged.
+    they could not be reproduced.
     """
 
     state: BeamState
-    _rows: TokenRows
+    rows: TokenRows
+    restore: Callable[[PeerLost], Program[TokenRows]] | None = None
+    check: Callable[[], None] = lambda: None
+    bytes_moved: int = 0
     _wide: TokenRows | None = None
     _moves: list[Move] = field(default_factory=list)
-    bytes_moved: int = 0
-    _restore: Callable[[PeerLost], TokenRows] | None = None
-    _check: Callable[[], None] = lambda: None
+    """The moves that were run, and the next one."""
 
-    def steps(self, logits: Logits) -> Iterator[BeamState]:
-        """Run the search from the logits after the prompt, [vocabulary]. Yields the state after each step."""
-        move = self.state.advance(logits[None, :])
-        yield self.state
-        while not self.state.done:
-            stepped = self._step(move)
-            move = self.state.advance(stepped)
-            yield self.state
+    def begin(self, logits: Logits) -> None:
+        """Take the first step, from the logits after the prompt, [vocabulary]."""
+        self._moves = [self.state.advance(logits[None, :])]
 
-    def _step(self, move: Move) -> Logits:
-        """Logits [rows, vocabulary] after ``move``. If a machine that held a part of the rows is lost, they are
-        computed again."""
+    def step(self) -> Program[None]:
+        """Run the next step. If a machine that held a part of the rows is lost, they are computed again."""
+        move = self._moves[-1]
         try:
             if self._wide is None:
-                self._wide = self._rows.fan_out(len(move.tokens))
+                self._wide = self.rows.fan_out(len(move.tokens))
             elif _moves_rows(move):
                 self.bytes_moved += self._wide.reorder(move.parents)
-            stepped = self._wide.step(move.tokens)
+            logits = yield from decode(self._wide, move.tokens)
         except PeerLost as lost:
-            stepped = self._again(lost, move)
-        self._moves.append(move)
-        return stepped
+            logits = yield from self._again(lost)
+        self._moves.append(self.state.advance(logits))
 
-    def _again(self, lost: PeerLost, last: Move) -> Logits:
-        """Compute new rows with every move since the prompt. Returns the logits after ``last``.
+    def _again(self, lost: PeerLost) -> Program[Logits]:
+        """Compute new rows with every move since the prompt. Returns the logits after the last one.
 
         Rows that were discarded meanwhile are run again, too: the rounding of sums may depend on the rows in a pass.
         """
-        if self._restore is None:
+        if self.restore is None:
             raise lost
         while True:
-            self._rows = self._restore(lost)
+            self.rows = yield from self.restore(lost)
             try:
-                self._wide = self._rows.fan_out(len(last.tokens))
-                for number, move in enumerate([*self._moves, last]):
-                    self._check()
+                self._wide = self.rows.fan_out(len(self._moves[-1].tokens))
+                for number, move in enumerate(self._moves):
+                    self.check()
                     if number and _moves_rows(move):
                         self.bytes_moved += self._wide.reorder(move.parents)
-                    stepped = self._wide.step(move.tokens)
+                    stepped = yield from decode(self._wide, move.tokens)
                 return stepped
             except PeerLost as again:
                 lost = again
@@ -343,17 +343,3 @@ class BeamRun:
 
 def _moves_rows(move: Move) -> bool:
     return any(parent != row for row, parent in enumerate(move.parents))
-
-
-def beam_run(
-    rows: TokenRows,
-    rule: BeamRule,
-    restore: Callable[[PeerLost], TokenRows] | None = None,
-    check: Callable[[], None] = lambda: None,
-) -> BeamRun:
-    """A search from ``rows``, one row that holds the prompt and is not changed.
-
-    ``restore`` returns another such row if a machine that held a part of it is lost; without it, PeerLost is raised.
-    ``check`` is called before each step that is run again, and may raise.
-    """
-    return BeamRun(BeamState(rule), rows, _restore=restore, _check=check)

@@ -8,7 +8,8 @@ and returns milliseconds per token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
@@ -136,6 +137,17 @@ class Recorder:
             self._current.total += self.clock() - self._step_start
             self._current.steps += 1
             self._current = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Encloses other passes within a step, whose time is not the step's."""
+        enabled, current, start, begun = self.enabled, self._current, self._step_start, self.clock()
+        self._current = None
+        try:
+            yield
+        finally:
+            self.enabled, self._current = enabled, current
+            self._step_start = start + self.clock() - begun
 
     def add(self, layer: int, part: Part, seconds: float) -> None:
         """Add ``seconds`` to ``part`` of ``layer`` in the current step. Ignored outside of a step."""

@@ -193,6 +193,10 @@ class LoadedModel(LoadedWeights):
     """If set, called before each decoder layer of an :meth:`TokenRows.extend`; may raise :class:`Interrupted`. Runtimes
     that cannot stop within a chunk do not call it."""
 
+    beside: Callable[[], None] | None = None
+    """If set, called between the layers of an :meth:`TokenRows.extend`. It may run steps of other rows. Runtimes that
+    cannot run them then do not call it."""
+
     pictures: ShownPictures | None = None
     """The pictures that the model is shown, whose tokens :meth:`TokenRows.extend` then takes; None: it is shown none.
     """

@@ -80,6 +80,12 @@ class CachedRow:
         rows = self.rows.fan_out(1) if self.rows.can_truncate else self.rows
         return CachedRow(rows, list(self.tokens), self.passes, self.known, self.checkpoint)
 
+    def forked(self) -> CachedRow:
+        """A copy of a row that goes on by itself meanwhile."""
+        assert self.rows is not None
+        rows = self.rows.checkpoint() or self.rows.fan_out(1)
+        return CachedRow(rows, list(self.tokens), self.passes, self.known, self.checkpoint)
+
     def nbytes(self, per_token: int, state: int) -> int:
         """Bytes of memory, with ``per_token`` bytes of kept keys and values and ``state`` bytes for a state."""
         states = state * (1 if self.checkpoint is None else 2)

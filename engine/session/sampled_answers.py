@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from engine.generation.programs import Program
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.sampling import Logprobs, Sampler, SamplingRule, TokenGuide
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import FinishReason, Generate, TokenLogprob
 from engine.runtimes.protocol import Logits
-from engine.session.prefix_cache import PrefixCache
 from engine.session.token_history import ChatTokenizer
 from engine.session.turn import Answer, Turn
+from engine.session.turn_cache import TurnCache
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class SampleRun:
     """
 
     turn: Turn
-    cache: PrefixCache
+    cache: TurnCache
     tokenizer: ChatTokenizer | None
     ends: Collection[int]
     context: Sequence[int]
@@ -42,7 +43,7 @@ class SampleRun:
         logprobs: Logprobs | None,
         guide: TokenGuide | None,
         most: int,
-    ) -> list[Answer]:
+    ) -> Program[list[Answer]]:
         """Generate the answers one after the other from the ``logits`` [vocabulary] after the prompt; fewer if
         cancelled.
 
@@ -54,12 +55,16 @@ class SampleRun:
         while following is not None:
             sampler = Sampler(rule.of_sample(len(answers)), prompt, guide and guide.copy())
             answers.append(
-                self._answer(following, sampler, StopStrings(request.stop), logprobs, request.parallel_tool_calls, most)
+                (
+                    yield from self._answer(
+                        following, sampler, StopStrings(request.stop), logprobs, request.parallel_tool_calls, most
+                    )
+                )
             )
             if len(answers) == request.samples or self.turn.cancelled():
                 break
             self.turn.next_sample()
-            following = self.cache.prefill(prompt, self.turn, repeatable=rule.greedy or rule.seed is not None)
+            following = yield from self.cache.prefill(prompt)
         return answers
 
     def _answer(
@@ -70,7 +75,7 @@ class SampleRun:
         logprobs: Logprobs | None,
         parallel: bool,
         most: int,
-    ) -> Answer:
+    ) -> Program[Answer]:
         if most == 0:
             return Answer("", [], "length")
         turn = self.turn
@@ -114,7 +119,7 @@ class SampleRun:
                         reason = "cancelled"
                 if reason is None:
                     turn.watch()
-                    following = self.cache.step(token, turn, choose, drawn_there)
+                    following = yield from self.cache.step(token, choose, drawn_there)
                     turn.show_timing()
         finally:
             self.cache.settle()

@@ -1,16 +1,18 @@
-"""A session: a loaded model whose cache holds the conversation's prefix, so that only new tokens are run."""
+"""A session: a loaded model whose cache holds the prefixes of conversations, so that only new tokens are run."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from engine.errors import Cancelled, ModelError
-from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
+from engine.generation.beams import BeamRule, BeamRun, BeamState, Hypothesis, check_beams
+from engine.generation.programs import Program, Room
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.generation.sampling import Logprobs, NotNumbersError, SamplingRule, TokenGuide, sampling_rule, usual_limit
 from engine.generation.text import StopStrings, first_stop
@@ -26,6 +28,7 @@ from engine.ipc.messages import (
     Generate,
     ModelFacts,
     Notice,
+    Progress,
     RingChanged,
     Sampling,
     TokensCounted,
@@ -48,8 +51,10 @@ from engine.session.looking import Looking
 from engine.session.prefix_cache import PrefixCache
 from engine.session.refusals import check_samples, refuse_beside_beams, refuse_pictures, with_usable_tools
 from engine.session.sampled_answers import SampleRun
-from engine.session.token_history import ChatTokenizer, TokenHistory
+from engine.session.scheduler import Scheduler
+from engine.session.token_history import ChatTokenizer, ConversationLine, TokenHistory
 from engine.session.turn import Answer, Emit, Turn, TurnControl
+from engine.session.turn_cache import TurnCache
 from engine.system.free_memory import available_bytes, ran_out_of_memory
 
 SHORTEST_BEAM_ANSWER = 64
@@ -67,13 +72,41 @@ RENDERED_CHARACTERS = 200
 MOST_COUNTED = 1_000_000
 """Maximum tokens of a question that are counted, even if the context is smaller."""
 
+MOST_TOGETHER = 16
+"""Maximum number of answers under way at the same time."""
+
+USUAL_ANSWER = 1024
+"""Tokens of an answer for which there must be memory before it begins beside others."""
+
 CONTEXT_TOKENS = 8
 """Number of the prompt's last tokens that are decoded together with an answer that continues them."""
 
 
+@dataclass(frozen=True)
+class _Question:
+    """A request as the model reads it.
+
+    ``line``: the conversation as the template rendered it; None without a template. ``context``: last tokens of a
+    prompt whose text the answer continues. ``parser``: factory of the parser that separates thoughts from the answer;
+    None if thoughts are not marked.
+    """
+
+    request: Generate
+    prompt: list[int]
+    line: ConversationLine | None
+    context: list[int]
+    parser: Callable[[], ReasoningParser] | None
+
+    @property
+    def end(self) -> str:
+        """The last characters of the prompt, in which a template may begin thoughts or a call."""
+        return "" if self.line is None else self.line.text[-RENDERED_CHARACTERS:]
+
+
 class Session:
-    """A loaded model with a conversation. Not thread-safe: one question at a time; only :meth:`estimate_beams` may run
-    beside one.
+    """A loaded model with its conversations. Not thread-safe; only :meth:`estimate_beams` may run beside an answer.
+
+    Several answers may be under way (:meth:`answer`), whose passes one scheduler runs.
 
     ``ends``: token ids that end an answer. ``defaults``: the model's ``generation_config.json``. ``memory`` gives the
     bytes that are free for keys and values. ``prefix_bytes``: bytes that all conversations but the current one may
@@ -117,15 +150,12 @@ class Session:
             self._disk = DiskPrefixes(model, identity, prefix_disk_bytes, self._memory)
         self._looking = looking
         self._way_to_see = way_to_see
-        look = None if looking is None else lambda tokens, turn: looking.look(tokens, turn.report)
-        self._cache = PrefixCache(model, prefill_chunk, self._budget, self._disk, look)
-        self._context: list[int] = []
+        self._cache = PrefixCache(model, prefill_chunk, self._budget, self._disk)
         self._constraining: Constraining | None = None
-        self._parser: Callable[[], ReasoningParser] | None = None
-        """Factory of the parser that separates the current question's thoughts from its answer; None if thoughts are
-        not marked."""
+        self._turns = 0
+        """Number of answers that are under way."""
         self.first_pass_s: float | None = None
-        """Seconds of the first pass of the last question; None if nothing was run."""
+        """Seconds of the first pass of the answer that ended last; None if nothing was run for it."""
 
     def _free_memory(self) -> int:
         """Bytes free for keys and values."""
@@ -158,7 +188,7 @@ class Session:
 
     @property
     def cached_tokens(self) -> tuple[int, ...]:
-        """The tokens in the cache, which the next question can reuse."""
+        """The tokens of the latest conversation in the cache, which the next question can reuse."""
         return tuple(self._cache.tokens)
 
     def keep_prefixes(self, should_stop: Callable[[], bool], *, last: bool = False) -> list[str]:
@@ -192,26 +222,100 @@ class Session:
         )
         return self.facts
 
+    @property
+    def most_together(self) -> int:
+        """Maximum number of answers under way. A ring's machines keep step with one."""
+        ring = self.facts.ring
+        return 1 if ring is not None and len(ring.nodes) > 1 else MOST_TOGETHER
+
+    def scheduler(self) -> Scheduler:
+        """A scheduler for this session's answers."""
+        return Scheduler(self._model, self._memory, self._clock)
+
     def generate(self, request: Generate, emit: Emit, control: TurnControl) -> Finished:
+        """Answer ``request`` alone; see :meth:`answer`."""
+        return self.scheduler().run(self.answer(request, emit, control))
+
+    def answer(self, request: Generate, emit: Emit, control: TurnControl) -> Program[Finished]:
         """Answer ``request``. Emits Prefill, Piece, BeamProgress and Timing, and returns the final event.
 
         When ``control`` cancels, the answer ends with the text so far, and the cache keeps what was computed. Raises
         ModelError (bad-input, context, memory, model); events emitted before it remain valid.
         """
         request, left_out = with_usable_tools(request, self._call_format)
-        tools = request.tools
         for sentence in left_out:
             emit(Notice(id=request.id, text=sentence))
         try:
-            prompt = self._prompt(request, tools, control.cancelled)
-            if tools and self._tokenizer is not None and not self._tokenizer.takes_several_calls(control.cancelled):
-                request = msgspec.structs.replace(request, parallel_tool_calls=False)
+            question = self._question(request, control.cancelled)
+            request = question.request
+            rule, logprobs = self._rules(request)
+            guide = self._guide(question, control.cancelled)
         except Cancelled:
             return cancelled_answer(request.id)
-        self._parser = self._parsing(request, bool(tools))
+        prompt = question.prompt
+        most = self._most_tokens(request, len(prompt))
+        if not self._turns:
+            self._model.recorder.reset()
+        turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
+        turn.sampling = Sampling(repetition_penalty=rule.repetition_penalty) if request.beams > 1 else rule.used
+        repeatable = request.beams > 1 or rule.greedy or rule.seed is not None
+        cache = TurnCache(self._cache, self._model, turn, self.prefill_chunk, repeatable, self._look)
+        self._turns += 1
+        try:
+            yield Room(
+                self._likely_bytes(request, len(prompt), most),
+                turn.cancelled,
+                lambda: emit(Progress(id=request.id, stage="waiting for other answers")),
+            )
+            with self._consistent(cache):
+                try:
+                    cache.take_back_peers(prompt)
+                except Cancelled:
+                    return turn.finished(Answer("", [], "cancelled"))
+                self._keep_facts(emit)
+                logits = yield from cache.prefill(prompt)
+                if logits is None:
+                    return turn.finished(Answer("", [], "cancelled"))
+                if request.beams > 1:
+                    answers = [(yield from self._search(question, turn, cache, logits, most, rule, guide))]
+                else:
+                    run = SampleRun(
+                        turn,
+                        cache,
+                        self._tokenizer,
+                        self._ends,
+                        question.context,
+                        question.parser,
+                        self._calling(question),
+                    )
+                    answers = yield from run.answers(request, logits, prompt, rule, logprobs, guide, most)
+            answer = answers[0]
+            if self._history is not None and question.line is not None:
+                ended = bool(answer.tokens) and answer.tokens[-1] in self._ends
+                tokens = answer.tokens[:-1] if ended else answer.tokens
+                self._history.answered(question.line, answer.text, tokens)
+            return turn.finished(*answers)
+        finally:
+            self._turns -= 1
+            cache.close()
+            if self._looking is not None and not self._turns:
+                self._looking.turn_over()
+            turn.close()
+            self.first_pass_s = turn.first_pass_s
+            self._keep_facts(emit)
+
+    def _question(self, request: Generate, cancelled: Callable[[], bool]) -> _Question:
+        """``request`` with its prompt. Raises ModelError, Cancelled."""
+        prompt, line = self._prompt(request, request.tools, cancelled)
+        if request.tools and self._tokenizer is not None and not self._tokenizer.takes_several_calls(cancelled):
+            request = msgspec.structs.replace(request, parallel_tool_calls=False)
         # Text that continues the prompt's is decoded together with it: a word's space may be part of its first token.
         last = prompt[-CONTEXT_TOKENS:] if request.continue_last or request.prompt is not None else []
-        self._context = [token for token in last if token >= 0]
+        question = _Question(request, prompt, line, [token for token in last if token >= 0], None)
+        return replace(question, parser=self._parsing(question))
+
+    def _rules(self, request: Generate) -> tuple[SamplingRule, Logprobs | None]:
+        """How tokens are chosen for ``request``. Raises ModelError (bad-input) if it asks for what cannot be."""
         check_beams(request.beams, request.length_penalty)
         if request.beams > 1:
             refuse_beside_beams(request)
@@ -225,51 +329,17 @@ class Session:
                 f"Token id {wrong} has a bias, and the model's vocabulary has {self.facts.vocabulary} tokens.",
                 kind="bad-input",
             )
-        logprobs = None if request.logprobs is None else Logprobs(request.logprobs, self._bytes_of)
         StopStrings(request.stop)
-        try:
-            guide = self._guide(request, control.cancelled)
-        except Cancelled:
-            return cancelled_answer(request.id)
-        most = self._most_tokens(request, len(prompt))
-        turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
-        turn.sampling = Sampling(repetition_penalty=rule.repetition_penalty) if request.beams > 1 else rule.used
-        try:
-            with self._consistent_cache():
-                repeatable = request.beams > 1 or rule.greedy or rule.seed is not None
-                try:
-                    self._cache.take_back_peers(turn, prompt, repeatable)
-                except Cancelled:
-                    return turn.finished(Answer("", [], "cancelled"))
-                self._keep_facts(emit)
-                logits = self._cache.prefill(prompt, turn, repeatable)
-                if logits is None:
-                    return turn.finished(Answer("", [], "cancelled"))
-                if request.beams > 1:
-                    answers = [self._search(request, turn, logits, most, prompt, rule, guide)]
-                else:
-                    run = SampleRun(
-                        turn,
-                        self._cache,
-                        self._tokenizer,
-                        self._ends,
-                        self._context,
-                        self._parser,
-                        self._calling(request, tools),
-                    )
-                    answers = run.answers(request, logits, prompt, rule, logprobs, guide, most)
-            answer = answers[0]
-            if self._history is not None and request.messages is not None:
-                ended = bool(answer.tokens) and answer.tokens[-1] in self._ends
-                self._history.answered(answer.text, answer.tokens[:-1] if ended else answer.tokens)
-            return turn.finished(*answers)
-        finally:
-            self._cache.turn_over()
-            if self._looking is not None:
-                self._looking.turn_over()
-            turn.close()
-            self.first_pass_s = turn.first_pass_s
-            self._keep_facts(emit)
+        return rule, None if request.logprobs is None else Logprobs(request.logprobs, self._bytes_of)
+
+    def _likely_bytes(self, request: Generate, prompt_tokens: int, most: int) -> int:
+        """Bytes of keys and values that an answer of usual length takes."""
+        answered = min(most, USUAL_ANSWER) * max(request.beams, 1)
+        return (prompt_tokens + answered) * self.facts.key_value_bytes_per_token + self.facts.state_bytes
+
+    def _look(self, tokens: Sequence[int], turn: Turn) -> None:
+        if self._looking is not None:
+            self._looking.look(tokens, turn.report)
 
     def _keep_facts(self, emit: Emit) -> None:
         """Take over the facts of a newly formed ring, and emit RingChanged."""
@@ -303,7 +373,7 @@ class Session:
         counts = [len(tokenizer.encode_rendered(text, beginning=False)) for text in request.texts] if tokenizer else []
         asked = request.question
         if asked is not None and asked.messages is None:
-            counts.append(len(self._prompt(asked, (), lambda: False)))
+            counts.append(len(self._prompt(asked, (), lambda: False)[0]))
         elif asked is not None:
             assert tokenizer is not None
             asked, _ = with_usable_tools(asked, self._call_format)
@@ -318,13 +388,17 @@ class Session:
 
     # --- before the first token -----------------------------------------------------------------------------------
 
-    def _prompt(self, request: Generate, tools: Sequence[Tool], cancelled: Callable[[], bool]) -> list[int]:
+    def _prompt(
+        self, request: Generate, tools: Sequence[Tool], cancelled: Callable[[], bool]
+    ) -> tuple[list[int], ConversationLine | None]:
+        """The tokens of ``request``, and the conversation that a template rendered them from, if one did."""
         given = [each for each in (request.messages, request.prompt, request.prompt_ids) if each is not None]
         if len(given) != 1:
             raise ModelError("A question is messages, text or token ids, exactly one of them.", kind="bad-input")
         least = 1 if request.beams > 1 else 0
         if request.max_tokens is not None and request.max_tokens < least:
             raise ModelError(f"Max tokens is {request.max_tokens}; an answer takes at least {least}.", kind="bad-input")
+        line: ConversationLine | None = None
         if request.prompt_ids is not None:
             prompt = list(request.prompt_ids)
             wrong = next((token for token in prompt if not 0 <= token < self.facts.vocabulary), None)
@@ -344,12 +418,13 @@ class Session:
         elif not request.messages:
             raise ModelError("There is no message to answer.", kind="bad-input")
         else:
-            prompt = self._history.prompt(self._rendered(self._tokenizer, request, tools, cancelled))
+            line = self._history.prompt(self._rendered(self._tokenizer, request, tools, cancelled))
+            prompt = list(line.tokens)
             if self._looking is not None:
                 prompt = self._looking.prompt(prompt, request.messages, cancelled)
         if not prompt:
             raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
-        return prompt
+        return prompt, line
 
     def _rendered(
         self,
@@ -389,35 +464,35 @@ class Session:
                 kind="context",
             )
 
-    def _parsing(self, request: Generate, has_tools: bool) -> Callable[[], ReasoningParser] | None:
-        """Factory of the parser of ``request``'s answer. Without a template, thoughts are plain text."""
+    def _parsing(self, question: _Question) -> Callable[[], ReasoningParser] | None:
+        """Factory of the parser of the answer's thoughts. Without a template, thoughts are plain text."""
         form = self._tokenizer.reasoning if self._tokenizer is not None else None
-        if form is None or self._history is None or request.messages is None:
+        if form is None or question.line is None:
             return None
-        rendered = self._history.text[-RENDERED_CHARACTERS:]
-        calls = self._call_format
-        recipients = has_tools and calls is not None and calls.shape == "parts"
-        return lambda: ReasoningParser(form, rendered, request.continue_last, recipients)
+        request, calls = question.request, self._call_format
+        recipients = bool(request.tools) and calls is not None and calls.shape == "parts"
+        return lambda: ReasoningParser(form, question.end, request.continue_last, recipients)
 
-    def _guide(self, request: Generate, cancelled: Callable[[], bool]) -> TokenGuide | None:
-        """The guide of ``request``'s answer, if it must have a form. Raises Cancelled."""
+    def _guide(self, question: _Question, cancelled: Callable[[], bool]) -> TokenGuide | None:
+        """The guide of the answer, if it must have a form. Raises Cancelled."""
+        request = question.request
         forced = bool(request.forced_tool) or request.tool_choice == "required"
         if request.constraint is None and not forced:
             return None
         if self._constraining is None:
             self._constraining = Constraining(self._tokenizer, self.facts.vocabulary, self._ends)
         if request.constraint is None:
-            return self._constraining.call_guide(request, self._parser, cancelled)
-        return self._constraining.guide(request, request.constraint, self._parser, cancelled)
+            return self._constraining.call_guide(request, question.parser, cancelled)
+        return self._constraining.guide(request, request.constraint, question.parser, cancelled)
 
-    def _calling(self, request: Generate, tools: Sequence[Tool]) -> Callable[[], ToolCallParser] | None:
+    def _calling(self, question: _Question) -> Callable[[], ToolCallParser] | None:
         """Factory of the parser of tool calls in the answer.
 
         None without tools, unless the prompt ends with the mark of a call. Templates that name the reader of each part
         of an answer end so.
         """
-        form = self._call_format
-        rendered = self._history.text[-RENDERED_CHARACTERS:] if self._history is not None else ""
+        form, request, rendered = self._call_format, question.request, question.end
+        tools = request.tools
         if form is None or not (tools or (form.begin and request.messages and rendered.endswith(form.begin))):
             return None
         return lambda: ToolCallParser(form, tools, None if request.parallel_tool_calls else 1, rendered)
@@ -463,99 +538,106 @@ class Session:
 
     def _search(
         self,
-        request: Generate,
+        question: _Question,
         turn: Turn,
+        cache: TurnCache,
         logits: Logits,
         most: int,
-        prompt: Sequence[int],
         sampling: SamplingRule,
         guide: TokenGuide | None,
-    ) -> Answer:
-        assert self._cache.rows is not None
+    ) -> Program[Answer]:
+        assert cache.rows is not None
+        request = question.request
         rule = BeamRule(
             width=request.beams,
             max_tokens=most,
             length_penalty=request.length_penalty,
             early_stopping=request.early_stopping,
             ends=self._ends,
-            hits_stop=self._stop_check(request.stop),
+            hits_stop=self._stop_check(question),
             repetition_penalty=sampling.repetition_penalty,
-            prompt=sampling.penalised_of(prompt),
+            prompt=sampling.penalised_of(question.prompt),
             # Only transformers' own kind of penalty must have the same effect as there.
             penalises_logits=not sampling.penalises_prompt,
             guide=guide,
         )
-        run = beam_run(self._cache.rows, rule, lambda lost: self._cache.rows_again(lost, turn), turn.check)
+        state = BeamState(rule)
+        run = BeamRun(state, cache.rows, cache.rows_again, turn.check)
         cancelled = False
         turn.watch()
+        run.begin(logits)
         try:
-            for state in run.steps(logits):
+            while True:
                 turn.count_token()
-                turn.show_beams(state.step, lambda state=state: self._beams(state, request.stop))  # type: ignore[misc]
+                turn.show_beams(state.step, lambda: self._beams(question, state))
                 turn.show_timing()
-                if not state.done and turn.cancelled():
+                if state.done:
+                    break
+                if turn.cancelled():
                     cancelled = True
                     break
                 turn.watch()
+                yield from run.step()
         except Interrupted:
             cancelled = True
-        best = run.state.hypotheses()[0]
-        beams = self._beams(run.state, request.stop)
-        reason: FinishReason = "cancelled" if cancelled else "stop" if self._ended(best, request.stop) else "length"
+        best = state.hypotheses()[0]
+        beams = self._beams(question, state)
+        reason: FinishReason = "cancelled" if cancelled else "stop" if self._ended(question, best) else "length"
         return Answer(beams[0].text, beams[0].token_ids, reason, beams, beams[0].reasoning)
 
-    def _beams(self, state: BeamState, stops: Sequence[str]) -> list[Beam]:
-        return [self._beam(entry, stops) for entry in state.hypotheses()]
+    def _beams(self, question: _Question, state: BeamState) -> list[Beam]:
+        return [self._beam(question, entry) for entry in state.hypotheses()]
 
-    def _beam(self, entry: Hypothesis, stops: Sequence[str]) -> Beam:
-        found = self._separated(entry.tokens)
+    def _beam(self, question: _Question, entry: Hypothesis) -> Beam:
+        found, stops = self._separated(question, entry.tokens), question.request.stop
         text = found.answer[: first_stop(found.answer, stops)] if stops else found.answer
         return Beam(text, list(entry.tokens), entry.score, entry.finished, found.thoughts)
 
-    def _separated(self, tokens: Sequence[int]) -> Separated:
-        text = self._whole_text(tokens)
-        return Separated(answer=text) if self._parser is None else separate(self._parser(), text)
+    def _separated(self, question: _Question, tokens: Sequence[int]) -> Separated:
+        text = self._whole_text(question, tokens)
+        return Separated(answer=text) if question.parser is None else separate(question.parser(), text)
 
-    def _ended(self, best: Hypothesis, stops: Sequence[str]) -> bool:
+    def _ended(self, question: _Question, best: Hypothesis) -> bool:
         """Whether a finished hypothesis ended by itself, not at the maximum length."""
-        check = self._stop_check(stops)
+        check = self._stop_check(question)
         return best.over or best.tokens[-1] in self._ends or (check is not None and check(best.tokens))
 
-    def _stop_check(self, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
+    def _stop_check(self, question: _Question) -> Callable[[Sequence[int]], bool] | None:
+        stops = question.request.stop
         if not stops or self._tokenizer is None:
             return None
         window = max(len(stop) for stop in stops) + STOP_MARGIN
 
         def reached(tokens: Sequence[int]) -> bool:
-            if first_stop(self._decode(tokens[-window:]), stops) is None:
+            if first_stop(self._decode(question, tokens[-window:]), stops) is None:
                 return False
             # Among thoughts a stop string means nothing.
-            return self._parser is None or first_stop(self._separated(tokens).answer, stops) is not None
+            return question.parser is None or first_stop(self._separated(question, tokens).answer, stops) is not None
 
         return reached
 
-    def _whole_text(self, tokens: Sequence[int]) -> str:
+    def _whole_text(self, question: _Question, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        return self._decode(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
+        return self._decode(question, tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
 
     def _bytes_of(self, token: int) -> bytes:
         return b"" if self._tokenizer is None else self._tokenizer.token_bytes.of(token)
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def _decode(self, question: _Question, tokens: Sequence[int]) -> str:
         assert self._tokenizer is not None
-        before = len(self._tokenizer.decode(self._context)) if self._context else 0
-        return self._tokenizer.decode([*self._context, *tokens])[before:]
+        before = len(self._tokenizer.decode(question.context)) if question.context else 0
+        return self._tokenizer.decode([*question.context, *tokens])[before:]
 
     # --- keeping the cache honest ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _consistent_cache(self) -> Iterator[None]:
+    def _consistent(self, cache: TurnCache) -> Iterator[None]:
         """Empty the cache if a forward pass inside fails, because its contents are then unknown."""
         try:
             yield
         except BaseException as error:
-            self._cache.forget()
+            cache.forget()
             ring = self.facts.ring
             if isinstance(error, NotNumbersError) and ring is not None and len(ring.nodes) > 1:
                 names = ", ".join(node.name for node in ring.nodes[1:])

@@ -70,7 +70,7 @@ class _Boundary:
 
 
 @dataclass
-class _Line:
+class ConversationLine:
     """The text of one conversation, up to its last prompt or answer, and its tokens."""
 
     text: str = ""
@@ -100,14 +100,14 @@ class TokenHistory:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lines = [_Line()]
-        """The last one is the current conversation's."""
+        self._lines = [ConversationLine()]
+        """The latest one last."""
         self._asked: OrderedDict[bytes, array[int]] = OrderedDict()
         """The tokens of earlier prompts by a hash of their text, so that a repeated prompt gets the same tokens."""
         self._asked_tokens = 0
 
-    def prompt(self, text: str) -> list[int]:
-        """The token ids of a conversation rendered by the chat template as ``text``.
+    def prompt(self, text: str) -> ConversationLine:
+        """A conversation that the chat template rendered as ``text``, with its token ids.
 
         Recorded tokens are used as far as the text is the same, and the tokenizer's for the rest.
         """
@@ -125,16 +125,12 @@ class TokenHistory:
         if text.startswith(line.text):
             # It goes on; any other conversation stays as it was.
             del self._lines[best]
-        self._lines = [*self._lines[1 - MOST_LINES :], _Line(text, list(tokens), boundaries)]
-        self._lines[-1].add_boundary()
-        return tokens
+        asked = ConversationLine(text, tokens, boundaries)
+        asked.add_boundary()
+        self._lines = [*self._lines[1 - MOST_LINES :], asked]
+        return asked
 
-    @property
-    def text(self) -> str:
-        """The last prompt as the template rendered it, and the answer to it if its tokens were recorded."""
-        return self._lines[-1].text
-
-    def _tokenized(self, text: str, line: _Line, same: list[_Boundary]) -> tuple[list[int], list[_Boundary]]:
+    def _tokenized(self, text: str, line: ConversationLine, same: list[_Boundary]) -> tuple[list[int], list[_Boundary]]:
         """The tokens of ``text``, and the boundaries of ``same`` up to which they equal those of ``line``."""
         fresh = self._tokenizer.encode_rendered(text)
         for boundary in same[: -TRIES - 1 : -1]:
@@ -151,13 +147,12 @@ class TokenHistory:
         while self._asked_tokens > REMEMBERED_TOKENS and len(self._asked) > 1:
             self._asked_tokens -= len(self._asked.popitem(last=False)[1])
 
-    def answered(self, text: str, tokens: Sequence[int]) -> None:
-        """Record the answer ``text`` to the last prompt and its ``tokens``, without an end-of-turn token.
+    def answered(self, line: ConversationLine, text: str, tokens: Sequence[int]) -> None:
+        """Record the answer ``text`` to the prompt of ``line`` and its ``tokens``, without an end-of-turn token.
 
         Nothing is recorded if the tokens do not decode to the text, because of a special token or a stop string.
         """
         if tokens and self._tokenizer.decode_exactly(tokens) == text:
-            line = self._lines[-1]
             line.text += text
             line.tokens += tokens
             line.add_boundary()

@@ -123,7 +123,6 @@ class Turn:
         self._measured = False
         self._due: dict[str, float] = {}
         self._stream: TextStream | None = None
-        recorder.reset()
 
     # --- clocks ---------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from engine.ipc.messages import (
     Timing,
     Watch,
 )
+from engine.session.session import MOST_TOGETHER
 from tests.engine.attached import AttachedProgram, the_socket
 from tests.engine.engine_process import PATIENCE_S, EngineProcess
 from tests.support.eventually import eventually
@@ -110,33 +111,47 @@ def test_events_go_to_who_asked(engine: EngineProcess, model: Path) -> None:
         # Also while another's answer runs.
         assert isinstance(other.ask(Load(id=3, model=str(model), share=True))[-1], Loaded)
         other.send(Cancel(id=4, target=7), Generate(id=7, prompt_ids=PROMPT, max_tokens=3))
-        assert isinstance(next(other.events(7)), Progress), "somebody else is answered"
+        theirs = finished(other.events(7))
         engine.send(Cancel(id=8, target=7))
-        mine, theirs = finished(engine.events(7)), finished(other.events(7))
+        mine = finished(engine.events(7))
         assert (mine.finish_reason, theirs.finish_reason) == ("cancelled", "length")
         assert mine.timing is None and isinstance(theirs.timing, Timing)
 
 
-def test_answers_take_turns(engine: EngineProcess) -> None:
-    """Those of a program that asks for much do not come all before another's."""
+def test_answers_are_under_way_together(engine: EngineProcess) -> None:
+    """Short ones end while a long one goes on, whoever asks, and each is what it would be alone."""
+    alone = finished(engine.ask(Generate(id=9, prompt_ids=PROMPT, max_tokens=5))).token_ids
     with AttachedProgram() as other:
         answering(engine, 10)
-        engine.send(*(Generate(id=number, prompt_ids=PROMPT, max_tokens=1) for number in (11, 12, 13)))
+        other.send(*(Generate(id=number, prompt_ids=PROMPT, max_tokens=5, client="a") for number in (21, 22)))
+        finished(other.events(22))
+        answers = [event for event in other.seen if isinstance(event, Finished)]
+        assert [(answer.id, answer.token_ids) for answer in answers] == [(21, alone), (22, alone)]
+        assert finished(engine.ask(Generate(id=11, prompt_ids=PROMPT, max_tokens=5))).token_ids == alone
+        engine.send(Cancel(id=14, target=10))
+        assert finished(engine.events(10)).finish_reason == "cancelled"
+
+
+def test_too_many_questions_wait_and_owners_take_turns(engine: EngineProcess) -> None:
+    with AttachedProgram() as other:
+        for number in range(MOST_TOGETHER):
+            answering(engine, 100 + number)
         other.send(*(Generate(id=number, prompt_ids=PROMPT, max_tokens=1, client="a") for number in (21, 22)))
         other.send(Generate(id=31, prompt_ids=PROMPT, max_tokens=1, client="b"))
-        other.send(Generate(id=23, prompt_ids=PROMPT, max_tokens=400, client="a"))
-        other.until(lambda event: event.id == 23 and isinstance(event, Progress))
-        engine.send(Cancel(id=14, target=10))
-        assert [finished(engine.events(number)).id for number in (10, 11, 12)] == [10, 11, 12]
-        finished(other.events(23))
-        ends = [event.id for event in other.seen if isinstance(event, Finished)]
-        assert ends == [21, 31, 22, 23]
+        other.until(lambda event: event.id == 31 and isinstance(event, Progress))
+        engine.send(Cancel(id=14, target=100))
+        assert finished(engine.events(100)).finish_reason == "cancelled"
+        finished(other.events(22))
+        assert [event.id for event in other.seen if isinstance(event, Finished)] == [21, 31, 22]
+        for number in range(1, MOST_TOGETHER):
+            engine.send(Cancel(id=200 + number, target=100 + number))
+            assert finished(engine.events(100 + number)).finish_reason == "cancelled"
 
 
 def test_who_goes_away_cancels_what_it_asked(engine: EngineProcess) -> None:
     with AttachedProgram() as other:
-        answering(other, 5)
-        other.send(Generate(id=6, prompt_ids=PROMPT))
+        for number in range(MOST_TOGETHER):
+            answering(other, number + 5)
         engine.send(Generate(id=7, prompt_ids=PROMPT, max_tokens=2))
         next(event for event in engine.events(7) if isinstance(event, Progress))
     assert finished(engine.events(7)).completion_tokens == 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,31 @@ class OpenedModel:
     """The number of routes to each expert; None for a dense model."""
 
 
+class _Workspace:
+    """Memory that a pass works in."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self.memory = memory
+
+    def room(self, nbytes: int) -> int:
+        """Address of ``nbytes``, aligned to 64 bytes."""
+        if self.memory.nbytes < nbytes + 64:
+            self.memory = np.empty(0, np.uint8)
+            self.memory = np.empty(nbytes + nbytes // 8 + 64, np.uint8)
+        return -(-int(self.memory.ctypes.data) // 64) * 64
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the pieces of one pass share. ``seconds`` [layers, parts] of it are added up."""
+
+    weights: TrunkWeights
+    phase: Phase
+    workspace: _Workspace
+    seconds: NDArray[np.float64]
+    as_steps: bool
+
+
 class NativeModel(LocalModel):
     """A model whose trunk is run by our own kernels."""
 
@@ -95,8 +121,8 @@ class NativeModel(LocalModel):
             for kind, heads in enumerate(shape.kinds)
         ]
         self._page_shape = PageShape(tuple(alike), opened.cache_format, has_values=shape.latent is None)
-        self._workspace: NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._seconds = np.zeros((shape.layers, len(PARTS)))
+        self._workspaces: list[NDArray[np.uint8]] = []
+        """Workspaces that no pass uses."""
 
     @property
     def popularity(self) -> Popularity | None:
@@ -128,7 +154,7 @@ class NativeModel(LocalModel):
     def close(self) -> None:
         super().close()
         self._weights = self._ring = self._files = None
-        self._workspace = np.empty(0, np.uint8)
+        self._workspaces.clear()
 
     @property
     def takes_pictures(self) -> bool:
@@ -148,10 +174,12 @@ class NativeModel(LocalModel):
             with self.one_pass(phase, tokens) as measured:
                 assert self._weights is not None
                 before = self._counts() if measured else {}
-                self._seconds[:] = 0
-                logits = self._pieces(self._weights, phase, tokens, cache, want_logits, as_steps, pictures)
+                seconds = np.zeros((self._shape.layers, len(PARTS)))
+                with self._workspace(phase) as workspace:
+                    call = _Call(self._weights, phase, workspace, seconds, as_steps)
+                    logits = self._pieces(call, tokens, cache, want_logits, pictures)
                 if measured:
-                    self._record(before)
+                    self._record(before, seconds)
         except BaseException:
             if cache.states is not None:
                 cache.states.give_up()
@@ -161,38 +189,44 @@ class NativeModel(LocalModel):
             return logits[:, :0]
         return logits
 
+    @contextmanager
+    def _workspace(self, phase: Phase) -> Iterator[_Workspace]:
+        """A workspace for a pass, within which others may run."""
+        workspace = _Workspace(self._workspaces.pop() if self._workspaces else np.empty(0, np.uint8))
+        try:
+            yield workspace
+        finally:
+            kept = workspace.memory
+            if phase == "decode" or kept.nbytes <= max(KEPT_BYTES, KEPT_SHARE * memory().free):
+                self._workspaces.append(kept)
+
     def _pieces(
         self,
-        weights: TrunkWeights,
-        phase: Phase,
+        call: _Call,
         tokens: list[list[int]],
         cache: Segments,
         want_logits: bool,
-        as_steps: bool,
         pictures: PicturePass | None,
     ) -> Logits | None:
         """Run a long prefill in pieces. Only the last piece gives logits. Nothing is committed here."""
         count, start = len(tokens[0]), cache.length
         table, segments = cache.room_for(count)
         # A step is one call, which nothing ends before its time but a change of the files, and then the model is lost.
-        whole = phase == "decode" and self._ring is None
+        whole = call.phase == "decode" and self._ring is None
         states = None if cache.states is None else cache.states.begin(in_place=whole)
         inputs = PassInputs.of(tokens, start, self._angles, pictures, self.pictures)
         logits: Logits | None = np.empty((len(tokens), self._shape.vocabulary), np.float32) if want_logits else None
         for first, end in pieces(start, count, inputs.ends):
             found = logits if end == count else None
             piece = inputs.part(first, end)
-            self._one_pass(weights, phase, piece, start + first, table, segments, states, found, first == 0, as_steps)
+            self._one_pass(call, piece, start + first, table, segments, states, found, first == 0)
             if states is not None:
                 states = (states[1], states[1])
-        if phase == "prefill" and self._workspace.nbytes > max(KEPT_BYTES, KEPT_SHARE * memory().free):
-            self._workspace = np.empty(0, np.uint8)
         return logits
 
     def _one_pass(
         self,
-        weights: TrunkWeights,
-        phase: Phase,
+        call: _Call,
         inputs: PassInputs,
         start: int,
         table: Any,
@@ -200,12 +234,11 @@ class NativeModel(LocalModel):
         states: tuple[Any, Any] | None,
         logits: Logits | None,
         begins: bool,
-        as_steps: bool,
     ) -> None:
-        library, layers = native(), self._shape.layers
+        library, layers, weights = native(), self._shape.layers, call.weights
         rows, count = inputs.ids.shape
         growth = query_scales(self._shape, start, count)
-        call = Pass(
+        the_pass = Pass(
             ids=inputs.ids.ctypes.data,
             given=None if inputs.given is None else inputs.given.ctypes.data,
             seen=None if inputs.ends is None else inputs.ends.ctypes.data,
@@ -216,50 +249,49 @@ class NativeModel(LocalModel):
             logits=None if logits is None else logits.ctypes.data,
             states_before=None if states is None else ctypes.addressof(states[0]),
             states_after=None if states is None else ctypes.addressof(states[1]),
-            seconds=self._seconds.ctypes.data,
+            seconds=call.seconds.ctypes.data,
             segment_count=segments,
             rows=rows,
             tokens=count,
             start=start,
             last_layer=layers,
-            as_steps=as_steps,
+            as_steps=call.as_steps,
             given_id=inputs.given_id,
         )
-        address = ctypes.addressof(call)
-        call.workspace = self._room(library.pllm_trunk_bytes(weights.address, address, self._pool.threads))
-        check = self.between_layers if phase == "prefill" else None
+        address = ctypes.addressof(the_pass)
+        needed = library.pllm_trunk_bytes(weights.address, address, self._pool.threads)
+        the_pass.workspace = call.workspace.room(needed)
+        check = self.between_layers if call.phase == "prefill" else None
         if self._ring is not None:
-            self._ring.run(self._pool.handle, weights.address, call, weights.shared_layers, check, begins)
+            self._ring.run(self._pool.handle, weights.address, the_pass, weights.shared_layers, check, begins)
             return
+        beside = self.beside if call.phase == "prefill" else None
         raised: list[BaseException] = []
         if check is not None:
-            call.stop, call.stop_interval = _stop_by(check, raised), round(STOP_INTERVAL_S * 1e9)
-        for layer in range(layers if check is not None else 1):
+            the_pass.stop, the_pass.stop_interval = _stop_by(check, raised), round(STOP_INTERVAL_S * 1e9)
+        by_layer = check is not None or beside is not None
+        for layer in range(layers if by_layer else 1):
             if check is not None:
                 check()
-                call.first_layer, call.last_layer = layer, layer + 1
+            if beside is not None and layer:
+                beside()
+            if by_layer:
+                the_pass.first_layer, the_pass.last_layer = layer, layer + 1
             code = library.pllm_trunk_run(self._pool.handle, weights.address, address)
             if code == STOPPED:
                 raise raised[0]
             if code:
                 raise ModelError(f"The native trunk could not run: {MEANING.get(code, code)}.", kind="internal")
 
-    def _room(self, nbytes: int) -> int:
-        """Address of a workspace of ``nbytes``, aligned to 64 bytes."""
-        if self._workspace.nbytes < nbytes + 64:
-            self._workspace = np.empty(0, np.uint8)
-            self._workspace = np.empty(nbytes + nbytes // 8 + 64, np.uint8)
-        return -(-int(self._workspace.ctypes.data) // 64) * 64
-
     def _counts(self) -> dict[int, tuple[int, ...]]:
         """Number of routes so far to every expert, by layer."""
         counted = self._popularity
         return {} if counted is None else {layer: tuple(counted.counts(layer)) for layer in counted.layers}
 
-    def _record(self, before: dict[int, tuple[int, ...]]) -> None:
-        for layer, row in enumerate(self._seconds.tolist()):
-            for part, seconds in zip(PARTS, row, strict=True):
-                self._recorder.add(layer, part, seconds)
+    def _record(self, before: dict[int, tuple[int, ...]], seconds: NDArray[np.float64]) -> None:
+        for layer, row in enumerate(seconds.tolist()):
+            for part, spent in zip(PARTS, row, strict=True):
+                self._recorder.add(layer, part, spent)
         if self._ring is not None:
             return  # Its executor has counted the routes, and timed the experts.
         for layer, after in self._counts().items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import Counter
@@ -17,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ModelError
-from engine.generation.beams import BeamRule, BeamState, Hypothesis, assign_rows, beam_run, check_beams
+from engine.generation.beams import BeamRule, BeamRun, BeamState, Hypothesis, assign_rows, check_beams
+from engine.generation.programs import Decoding, Program
 from engine.generation.sampling import Logprobs, NotNumbersError, Sampler, SamplingRule
 from engine.runtimes.protocol import Logits
 from tests.support.pairwise import pairwise
@@ -110,12 +112,22 @@ def reference(model: Any, rule: BeamRule) -> list[tuple[list[int], float]]:
     return sequences
 
 
+def alone(program: Program[None]) -> None:
+    """Run a program whose passes are steps."""
+    with contextlib.suppress(StopIteration):
+        work = next(program)
+        while True:
+            assert isinstance(work, Decoding)
+            work = program.send(work.rows.step(work.tokens))
+
+
 def search(model: Any, rule: BeamRule) -> tuple[list[Hypothesis], RecomputedRows]:
     rows = RecomputedRows(model, [[]])
     logits = rows.extend(PROMPT)
-    run = beam_run(rows, rule)
-    for _ in run.steps(logits):
-        pass
+    run = BeamRun(BeamState(rule), rows)
+    run.begin(logits)
+    while not run.state.done:
+        alone(run.step())
     return run.state.hypotheses(), rows
 
 
@@ -228,9 +240,11 @@ def test_prompt_runs_once_and_unchanged_rows_stay(models: dict[str, Any]) -> Non
 def test_cancelled_search_offers_running_beams(models: dict[str, Any]) -> None:
     rows = RecomputedRows(models["olmoe"], [[]])
     logits = rows.extend(PROMPT)
-    run = beam_run(rows, BeamRule(width=4, max_tokens=50))
-    for state in itertools.islice(run.steps(logits), 3):
-        assert not state.done
+    run = BeamRun(BeamState(BeamRule(width=4, max_tokens=50)), rows)
+    run.begin(logits)
+    for _ in range(2):
+        alone(run.step())
+        assert not run.state.done
     found = run.state.hypotheses()
     assert [len(beam.tokens) for beam in found] == [3] * 4
     assert not any(beam.finished for beam in found)

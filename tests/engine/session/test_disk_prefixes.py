@@ -69,7 +69,7 @@ class Run:
     @property
     def cached(self) -> tuple[list[int], PassSequence, bytes]:
         """The tokens in the cache, the passes that made them, and what the next pass makes of them."""
-        now = self.session._cache._now
+        now = self.session._cache._latest
         assert now.rows is not None
         after = now.rows.fan_out(1)
         return list(now.tokens), now.passes, after.step([11]).tobytes()
@@ -183,7 +183,7 @@ def test_nothing_of_another_conversation_is_in_a_file(model: LoadedModel) -> Non
     used.ask([*common, *range(60, 85)], conversation="")
     for run, name in ((clean, "chat1"), (used, "chat2")):
         run.ask([*common, 17, 19, 23, 29, 31, 37, 41, 43, 47], conversation=name, tokens=1)
-        assert run.session._cache._now.passes == PassSequence([24, 9])
+        assert run.session._cache._latest.passes == PassSequence([24, 9])
         run.keep()
     assert len(files()) == 2
     one, other = (path.read_bytes() for path in files())

@@ -233,4 +233,4 @@ def test_rows_with_pictures_are_not_kept_on_disk(folders: dict[str, Path], opene
     assert disk is not None
     for message, kept in ((Message("user", "long " * 60), True), (question(FIRST, text="long " * 60), False)):
         ask_about(ask, message, conversation="chat1")
-        assert disk.due(cache._now, last=True) == kept
+        assert disk.due(cache._latest, last=True) == kept

@@ -285,31 +285,27 @@ def test_a_prompt_is_said_in_the_tokens_it_was_said_in() -> None:
     rendered = LetterTokenizer().render_chat
     history = TokenHistory(LetterTokenizer())
     first = [Message("user", "hi")]
-    history.prompt(rendered(first))
-    history.answered("$&", [3, 5])
+    history.answered(history.prompt(rendered(first)), "$&", [3, 5])
     after = [*first, Message("assistant", "$&"), Message("user", "so")]
-    said = history.prompt(rendered(after))
-    history.prompt(rendered(first))
-    history.answered("$&", [93, 95])
-    assert history.prompt(rendered(after)) == said
-    other = history.prompt(rendered([*after[:2], Message("user", "no")]))
+    said = history.prompt(rendered(after)).tokens
+    history.answered(history.prompt(rendered(first)), "$&", [93, 95])
+    assert history.prompt(rendered(after)).tokens == said
+    other = history.prompt(rendered([*after[:2], Message("user", "no")])).tokens
     assert other[: len(said) - 5] == said[: len(said) - 5]
-    history.prompt(rendered(first))
-    history.answered("$&", [93, 95])
-    assert 93 in history.prompt(rendered([*after[:2], Message("user", "or")]))
+    history.answered(history.prompt(rendered(first)), "$&", [93, 95])
+    assert 93 in history.prompt(rendered([*after[:2], Message("user", "or")])).tokens
 
 
 def test_two_conversations_in_turn_keep_the_tokens_of_both() -> None:
     rendered = LetterTokenizer().render_chat
     history = TokenHistory(LetterTokenizer())
     first, other = [Message("user", "hi")], [Message("user", "ho")]
-    history.prompt(rendered(first))
-    history.answered("$&", [93, 95])
-    history.prompt(rendered(other))
-    history.answered("$&", [3, 95])
+    history.answered(history.prompt(rendered(first)), "$&", [93, 95])
+    history.answered(history.prompt(rendered(other)), "$&", [3, 95])
     for number in range(3):
-        assert 93 in history.prompt(rendered([*first, Message("assistant", "$&"), Message("user", f"so {number}")]))
-        tokens = history.prompt(rendered([*other, Message("assistant", "$&"), Message("user", f"no {number}")]))
+        so = [*first, Message("assistant", "$&"), Message("user", f"so {number}")]
+        assert 93 in history.prompt(rendered(so)).tokens
+        tokens = history.prompt(rendered([*other, Message("assistant", "$&"), Message("user", f"no {number}")])).tokens
         assert 95 in tokens and 93 not in tokens
 
 

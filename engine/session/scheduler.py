@@ -1,0 +1,215 @@
+"""The scheduler: runs the passes of all programs that generate at the same time, by turns, in one thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from engine.generation.programs import Decoding, Outcome, Program, Reading, Room, Work
+from engine.runtimes.protocol import LoadedModel, TokenRows
+
+READING_SHARE = 0.5
+"""Part of the time that goes to reading prompts while other answers are decoded."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Running:
+    """A program that waits for ``work``."""
+
+    program: Program[Any]
+    returned: Callable[[Any], None]
+    failed: Callable[[BaseException], None]
+    first: bool
+    work: Work | None = None
+    measured: bool = False
+    """Whether the program wants its next pass to be measured."""
+    served: int = 0
+    """Number of the reading pass that it had last."""
+    promised: int = 0
+    """Bytes of keys and values that it was given room for."""
+    told: bool = False
+    """Whether it was told that it waits for room."""
+
+
+class Scheduler:
+    """Runs programs over one model. Not thread-safe.
+
+    A round runs one step of every program that decodes, or one pass over a prompt. While both wait, time is shared by
+    :data:`READING_SHARE`. On a runtime that lets others run between the layers of a pass, steps also run there, so that
+    a long prompt does not make answers wait. Each pass has the rows of one program only, and its outcome depends on
+    nothing else.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``memory`` gives the bytes that are free for keys and values."""
+        self._model = model
+        self._memory = memory
+        self._clock = clock
+        self._running: list[_Running] = []
+        self._ahead: TokenRows | None = None
+        """Rows in which the runtime may have begun a step ahead."""
+        self._reading_s = self._decoding_s = 0.0
+        """Seconds of both kinds of passes since both wait."""
+        self._readings = 0
+
+    @property
+    def active(self) -> int:
+        """Number of programs that have not ended."""
+        return len(self._running)
+
+    def add(
+        self,
+        program: Program[T],
+        returned: Callable[[T], None],
+        failed: Callable[[BaseException], None],
+        *,
+        first: bool = True,
+    ) -> None:
+        """Run ``program`` up to its first pass. When it ends, ``returned`` gets what it returns, or ``failed`` what it
+        raises.
+
+        ``first``: its prompt is read before those of programs without it.
+        """
+        running = _Running(program, returned, failed, first, served=self._readings)
+        self._running.append(running)
+        self._resume(running, None)
+
+    def run(self, program: Program[T]) -> T:
+        """Run ``program`` to its end. Returns what it returns, and raises what it raises."""
+        outcome: list[T] = []
+        errors: list[BaseException] = []
+        self.add(program, outcome.append, errors.append)
+        while not outcome and not errors:
+            self.round()
+        if errors:
+            raise errors[0]
+        return outcome[0]
+
+    def round(self) -> None:
+        """Run a step of each program that decodes, or a pass over one prompt."""
+        self._give_room()
+        reading = self._next_reading()
+        if reading is None or not self._waiting_for(Decoding):
+            self._reading_s = self._decoding_s = 0.0
+        if reading is not None and self._reading_is_due():
+            self._read(reading)
+        else:
+            self._decode()
+
+    def _waiting_for(self, kind: type[Work]) -> list[_Running]:
+        return [each for each in self._running if isinstance(each.work, kind)]
+
+    def _give_room(self) -> None:
+        for running in self._waiting_for(Room):
+            room = running.work
+            assert isinstance(room, Room)
+            promised = [each.promised for each in self._running if each.promised]
+            if not promised or room.cancelled() or room.nbytes + sum(promised) <= self._memory():
+                running.promised = room.nbytes
+                self._resume(running, None)
+            elif not running.told:
+                running.told = True
+                room.waits()
+
+    def _next_reading(self) -> _Running | None:
+        """The program whose prompt is read next: those that are first, and of them the one that waits longest."""
+        return min(self._waiting_for(Reading), key=lambda each: (not each.first, each.served), default=None)
+
+    def _reading_is_due(self) -> bool:
+        return self._reading_s * (1 - READING_SHARE) <= self._decoding_s * READING_SHARE
+
+    def _decode(self) -> None:
+        begun = self._clock()
+        for running in self._waiting_for(Decoding):
+            work = running.work
+            assert isinstance(work, Decoding)
+            self._run(running, partial(self._step, work))
+        self._decoding_s += self._clock() - begun
+
+    def _step(self, work: Decoding) -> Outcome:
+        """Run ``work``. A token is chosen where the logits are only if no other program's passes come between."""
+        alone = work.sampler is not None and len(self._running) == 1
+        self._settle(None if not alone else work.rows)
+        if alone and work.sampler is not None:
+            chosen = work.rows.step_choosing(work.tokens[0], work.sampler)
+            if chosen is not None:
+                return chosen
+        return work.rows.step(work.tokens)
+
+    def _settle(self, rows: TokenRows | None) -> None:
+        """Discard a step that a runtime began ahead in other rows than ``rows``, in which it may begin one now."""
+        if self._ahead is not None and self._ahead is not rows:
+            self._ahead.settle()
+        self._ahead = rows
+
+    def _read(self, running: _Running) -> None:
+        work, begun = running.work, self._clock()
+        assert isinstance(work, Reading)
+        self._readings += 1
+        running.served = self._readings
+
+        def beside() -> None:
+            nonlocal begun
+            self._reading_s += self._clock() - begun
+            with self._model.recorder.aside():
+                while self._waiting_for(Decoding) and not self._reading_is_due():
+                    self._decode()
+            if not self._waiting_for(Decoding):
+                self._reading_s = self._decoding_s = 0.0
+            begun = self._clock()
+
+        def pass_over() -> Outcome:
+            work.check()
+            self._settle(None)
+            self._model.between_layers, self._model.beside = work.check, beside
+            try:
+                run = work.rows.replay if work.as_steps else work.rows.extend
+                return run(work.tokens, want_logits=work.want_logits)
+            finally:
+                self._model.between_layers = self._model.beside = None
+
+        self._run(running, pass_over)
+        self._reading_s += self._clock() - begun
+
+    def _run(self, running: _Running, run: Callable[[], Outcome]) -> None:
+        """Run the pass that ``running`` waits for, and the program with its outcome up to its next one."""
+        running.work = None
+        self._model.recorder.enabled = running.measured
+        try:
+            outcome = run()
+        except BaseException as error:
+            self._resume(running, error)
+        else:
+            self._resume(running, outcome)
+
+    def _resume(self, running: _Running, outcome: Outcome | BaseException) -> None:
+        # A program switches the recorder on for its own passes and reads what was measured of them.
+        recorder = self._model.recorder
+        recorder.enabled = running.measured
+        program = running.program
+        try:
+            if isinstance(outcome, BaseException):
+                running.work = program.throw(outcome)
+            else:
+                running.work = program.send(outcome)
+            running.measured = recorder.enabled
+        except StopIteration as end:
+            self._end(running, partial(running.returned, end.value))
+        except BaseException as error:
+            self._end(running, partial(running.failed, error))
+
+    def _end(self, running: _Running, tell: Callable[[], None]) -> None:
+        self._running.remove(running)
+        self._ahead = None
+        self._model.recorder.enabled = False
+        tell()

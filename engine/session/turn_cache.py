@@ -1,0 +1,295 @@
+"""The row of the prefix cache that one turn uses, and the prefill of what is missing in it.
+
+In a ring, parts of the row are on other machines. When one is lost, the remaining machines form a new ring and run the
+same passes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from engine.errors import Cancelled, ModelError, PeerLost
+from engine.generation.programs import Program, Reading, decode, decode_choosing, read
+from engine.generation.sampling import Sampler
+from engine.ipc.messages import Notice, Prefill, RingChanged
+from engine.planning.memory import CUT_BACK_TOKENS
+from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
+from engine.session.kept_rows import CachedRow, RowCheckpoint, shared_length
+from engine.session.passes import PassSequence
+from engine.session.prefix_cache import CHECKPOINT_TAIL, PrefixCache
+from engine.session.turn import Turn
+from engine.system.free_memory import give_back
+
+LONG_CHUNK = 128
+"""Smallest prefill chunk, in tokens, whose buffers are returned to the system."""
+
+MOST_FORMATIONS = 5
+"""Maximum re-formations of the ring per turn; after that the answer ends with an error."""
+
+REPLAY_INTERVAL_S = 1 / 4
+"""Seconds between two progress events while decoded tokens are run again."""
+
+
+Look = Callable[[Sequence[int], Turn], None]
+"""Makes the rows of pictures of which some of the tokens are. It may raise Cancelled."""
+
+
+class TurnCache:
+    """The part of ``cache`` that ``turn`` uses.
+
+    ``rows`` holds the keys and values of ``tokens``, or is None if there are none. ``chunk`` is the number of tokens of
+    a prefill chunk. ``look`` is called with the tokens that are about to be run. After an exception in a forward pass
+    the caller must call :meth:`forget`, because the row is then in an unknown state. :meth:`close` ends the use.
+
+    ``repeatable``: the same prompt gets the same logits as before, to the bit, which may take longer. Answers drawn
+    without a seed do not need that.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, model: LoadedModel, turn: Turn, chunk: int, repeatable: bool, look: Look | None = None
+    ) -> None:
+        self._cache = cache
+        self._model = model
+        self._turn = turn
+        self._chunk = chunk
+        self._repeatable = repeatable
+        self._look = look
+        self._row: CachedRow | None = None
+        """None until the first prefill takes one."""
+        self._stored: CachedRow | None = None
+        """The row that was read from disk for it."""
+        self._formed_again = 0
+
+    @property
+    def rows(self) -> TokenRows | None:
+        return None if self._row is None else self._row.rows
+
+    @property
+    def tokens(self) -> list[int]:
+        return [] if self._row is None else self._row.tokens
+
+    def forget(self) -> None:
+        """Drop the row, and everything that is kept."""
+        if self._row is not None:
+            if self._stored is not None:
+                self._cache.discard_stored(self._stored)
+            self._row = self._cache.replace(self._row, CachedRow())
+        self._cache.forget()
+
+    def close(self) -> None:
+        """Give the row back. May be called twice."""
+        if self._row is not None:
+            self._cache.give_back(self._row)
+            self._row = None
+        self._model.turn(lambda: False)
+
+    def take_back_peers(self, prompt: Sequence[int]) -> None:
+        """Form the ring again if its machines changed and that pays. This empties the cache.
+
+        Called before the first prefill, of ``prompt``. Waiting for the ring's machines ends when the turn is cancelled,
+        until :meth:`close`. Raises Cancelled, ModelError.
+        """
+        turn = self._turn
+        self._model.turn(turn.cancelled)
+        void = True
+        try:
+            void = self._model.between_turns(
+                turn.report,
+                lambda text: turn.emit(Notice(text=text)),
+                *self._cache.again(prompt, self._repeatable),
+            )
+        finally:
+            if void:
+                self._cache.lose()
+
+    def prefill(self, prompt: list[int]) -> Program[Logits | None]:
+        """Bring ``prompt`` into the row. Returns the logits after it, or None if cancelled.
+
+        If a peer is lost, everything is run again.
+        """
+        remembered = self._cache.remembered.get(prompt) if self._repeatable else None
+        if self._row is None:
+            taken = self._cache.take(prompt, remembered, self._repeatable, self._turn.cancelled)
+            self._row, remembered, self._stored = taken.row, taken.passes, taken.stored
+        lost_beginning = self._cache.lost_beginning(prompt, self._repeatable)
+        passes = self._cache.passes_for(self._row, prompt, lost_beginning) if remembered is None else remembered
+        logits: Logits | None
+        try:
+            logits = yield from self._run(prompt, passes)
+        except PeerLost as lost:
+            logits = yield from self._run_again(lost, prompt, passes)
+        if logits is not None:
+            self._row.known = len(prompt), logits
+            if self._repeatable:
+                self._cache.remembered.put(prompt, passes)
+        return logits
+
+    def step(self, token: int, choose: Callable[[Logits], int], sampler: Sampler | None = None) -> Program[int | None]:
+        """Run ``token``, and return the next token: the result of ``choose(logits)``, or the choice of ``sampler``
+        where the logits are.
+
+        If a peer is lost, the remaining machines run everything again. Returns None if that is cancelled.
+        """
+        row = self._current
+        assert row.rows is not None
+        outcome: Logits | int
+        try:
+            if sampler is None:
+                outcome = yield from decode(row.rows, [token])
+            else:
+                outcome = yield from decode_choosing(row.rows, token, sampler)
+        except Interrupted:
+            return None
+        except PeerLost as lost:
+            logits = yield from self._run_again(lost, [*row.tokens, token], row.passes.decoded())
+            return None if logits is None else choose(logits)
+        self._append([token], row.passes.decoded())
+        if not isinstance(outcome, int):
+            return choose(outcome[0])
+        assert sampler is not None
+        sampler.take(outcome)
+        return outcome
+
+    def settle(self) -> None:
+        """End the answer. A step that the runtime began ahead is discarded."""
+        if self.rows is not None:
+            self.rows.settle()
+
+    def rows_again(self, lost: PeerLost) -> Program[TokenRows]:
+        """Rows with the row's contents, for a beam search whose ring was lost. Raises Interrupted if cancelled."""
+        row = self._current
+        if (yield from self._run_again(lost, row.tokens, row.passes)) is None:
+            raise Interrupted
+        assert self.rows is not None
+        return self.rows
+
+    @property
+    def _current(self) -> CachedRow:
+        assert self._row is not None, "a prompt was prefilled"
+        return self._row
+
+    def _use(self, row: CachedRow) -> None:
+        self._row = self._cache.replace(self._current, row)
+
+    def _begin(self, tokens: list[int], passes: PassSequence) -> TokenRows:
+        """Cut the row back to its common prefix with ``tokens`` under the same ``passes``.
+
+        The prefix never contains all tokens unless the logits after them are known.
+        """
+        now = self._current
+        reused = passes.shared(now.passes).cut(shared_length(now.tokens, tokens))
+        if reused == passes and not now.knows(passes.length):
+            reused = passes.cut(passes.length - 1)
+        rows = now.rows
+        if rows is None or (reused != now.passes and not reused.length) or reused.length < rows.shortest_cut:
+            saved = now.checkpoint
+            if saved is not None and saved.begins(tokens) and passes.shared(saved.passes) == saved.passes:
+                fresh = saved.rows.checkpoint() if saved.passes != passes else None
+                if fresh is not None:
+                    self._use(CachedRow(fresh, list(saved.tokens), saved.passes, None, saved))
+                    return fresh
+            rows = self._model.start()
+            self._use(CachedRow(rows))
+            return rows
+        if reused != now.passes:
+            rows.truncate(reused.length)
+            del now.tokens[reused.length :]
+            now.passes = reused
+            now.on_disk = min(now.on_disk, reused.length)
+            if now.known is not None and now.known[0] > reused.length:
+                now.known = None
+        return rows
+
+    def _run(self, tokens: list[int], passes: PassSequence, again: bool = False) -> Program[Logits | None]:
+        """Bring ``tokens`` into the row by ``passes``. Returns the logits after them, or None if cancelled.
+
+        ``again``: they were in it before the ring was lost.
+        """
+        turn, rows = self._turn, self._begin(tokens, passes)
+        row = self._current
+        row.belongs_to(turn.owner)
+        reused = len(row.tokens)
+        turn.emit(Prefill(id=turn.id, done=reused, total=len(tokens), reused=reused))
+        if self._look is not None and reused < len(tokens):
+            try:
+                self._look(tokens[reused:], turn)
+            except Cancelled:
+                return None
+        logits = row.known[1] if row.known is not None and reused == len(tokens) else None
+        for run in passes.after(reused):
+            for count in [run] if run > 0 else _parts(-run, max(rows.steps_together, 1)):
+                if turn.cancelled():
+                    return None
+                begun = len(row.tokens)
+                turn.watch()
+                part, last = tokens[begun : begun + count], begun + count == len(tokens)
+                try:
+                    with turn.passing():
+                        if run < 0 and count == 1:
+                            logits = (yield from decode(rows, part))[0]
+                        else:
+                            logits = yield from read(Reading(rows, part, last, as_steps=run < 0, check=turn.check))
+                except Interrupted:
+                    return None
+                if run > 0:
+                    self._append(part, row.passes.prefilled(count))
+                    rows.forget_unseen(begun - CUT_BACK_TOKENS)
+                    if len(row.tokens) == len(tokens) - CHECKPOINT_TAIL and not rows.can_truncate:
+                        saved = rows.checkpoint()
+                        row.checkpoint = None if saved is None else RowCheckpoint(list(row.tokens), row.passes, saved)
+                    if count >= LONG_CHUNK:
+                        give_back()
+                else:
+                    self._append(part, row.passes.decoded(count))
+                done = begun + count
+                turn.ran_of_prompt(begun, done)
+                if again and not last:
+                    with contextlib.suppress(Cancelled):  # found before the next pass
+                        turn.report("running the answer again", done, len(tokens), "tokens")
+                elif run > 0 or last or turn.due("replay", REPLAY_INTERVAL_S):
+                    turn.emit(Prefill(id=turn.id, done=done, total=len(tokens), reused=reused))
+                turn.show_timing()
+        return logits
+
+    def _append(self, tokens: Sequence[int], passes: PassSequence) -> None:
+        self._current.tokens += tokens
+        self._current.passes = passes
+
+    def _run_again(self, lost: PeerLost, tokens: list[int], passes: PassSequence) -> Program[Logits | None]:
+        """Form the ring and run everything again after the loss ``lost``, until it succeeds or the maximum is
+        reached."""
+        if not self._repeatable:
+            passes = PassSequence().up_to(len(tokens), self._chunk)
+        while self._form_again(lost):
+            try:
+                return (yield from self._run(tokens, passes, again=True))
+            except PeerLost as once_more:
+                lost = once_more
+        return None
+
+    def _form_again(self, lost: PeerLost) -> bool:
+        """Form the ring again with an empty cache. Returns False if cancelled. Raises ModelError if the remaining
+        machines cannot go on."""
+        turn = self._turn
+        # The current conversation is run again at once.
+        self._use(CachedRow())
+        self._cache.lose()
+        if turn.cancelled():
+            return False
+        self._formed_again += 1
+        if self._formed_again > MOST_FORMATIONS:
+            raise ModelError(f"A machine of the ring is gone: {lost}.", kind="network") from lost
+        try:
+            self._model.recover(lost, turn.report, lambda text: turn.emit(Notice(text=text)))
+        except Cancelled:
+            return False
+        found = self._model.facts
+        turn.emit(RingChanged(ring=found.ring, executor=found.executor))
+        return True
+
+
+def _parts(count: int, most: int) -> list[int]:
+    """``count`` split into parts of at most ``most``."""
+    whole, rest = divmod(count, most)
+    return [most] * whole + ([rest] if rest else [])
