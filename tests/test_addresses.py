@@ -76,7 +76,7 @@ THROUGH = {
     "engine/runtimes/test_choosing.py": "engine/doctor_facts",
     "engine/runtimes/test_protocol.py": "engine/moe/timing",
     "engine/runtimes/test_runtimes_gguf_packed.py": "engine/runtimes/torch/packed_modules "
-    + " ".join(f"engine/models/architectures/gguf_{name}" for name in ("delta_net", "latent", "mamba")),
+    + " ".join(f"engine/models/architectures/gguf_{name}" for name in ("delta_net", "kda", "latent", "mamba")),
     "engine/runtimes/torch/offload/test_gates.py": "engine/runtimes/torch/experts_module",
     "engine/runtimes/torch/offload/test_hybrid_faults.py": "engine/runtimes/torch/gpu_memory_plan",
     "engine/runtimes/torch/offload/test_local_torch.py": "engine/moe/backend engine/moe/executor",

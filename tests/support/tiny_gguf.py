@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import random_values
 from engine.models.architectures.families import renamed
-from tests.support.tiny_gguf_metadata import DELTA_NETS, NEMOTRONS, Layout, write_metadata
+from tests.support.tiny_gguf_metadata import DELTA_NETS, KIMI_DELTAS, NEMOTRONS, Layout, write_metadata
 
 Floats = NDArray[np.float32]
 ARCHITECTURES = {
@@ -74,6 +74,7 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h_moe",
     "nemotron_h_dense": "nemotron_h",
     "nemotron_h_latents": "nemotron_h_moe",
+    "kimi_linear": "kimi-linear",
     "gemma2": "gemma2",
     "afmoe": "afmoe",
     "mimo_v2_flash": "mimo2",
@@ -174,6 +175,7 @@ BY_GGUF = (
     "gemma2",
     "afmoe",
     "mimo2",
+    *KIMI_DELTAS,
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
@@ -262,6 +264,8 @@ def unrotated(weight: Floats, heads: int) -> Floats:
 
 def stored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
     """As llama.cpp stores a tensor of an architecture with convolutions."""
+    if architecture in KIMI_DELTAS:
+        return -np.exp(values).reshape(-1, 1) if name.endswith("A_log") else values
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         values = values[:, 0]
     if architecture in MAMBAS:
@@ -275,6 +279,9 @@ def restored(name: str, values: Floats, config: dict[str, Any], architecture: st
     """Undoes :func:`stored`."""
     if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return values - np.float32(1)
+    if architecture in KIMI_DELTAS:
+        logarithms = (1, 1, -1, 1) if architecture == "kimi-linear" else (-1,)
+        return np.log(-values).reshape(logarithms) if name.endswith("A_log") else values
     if architecture in MAMBAS and name.endswith(("A_log", ".D", "mamba.norm.weight", "mixer.norm.weight")):
         return np.log(-values).reshape(-1) if name.endswith("A_log") else values.reshape(-1)
     if architecture in DELTA_NETS:
@@ -685,6 +692,10 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["head_dim"]
         sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
         sizes |= {"q_lora_rank": None if family == "deepseek_v2" else 256}
+    if family == "kimi_linear":
+        del sizes["head_dim"], sizes["num_hidden_layers"]
+        sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
+        sizes |= {"linear_num_heads": 8, "linear_head_dim": 256, "moe_intermediate_size": 256}
     if family == "qwen3_next":
         del sizes["num_hidden_layers"]
         sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}

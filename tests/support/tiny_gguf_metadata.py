@@ -14,6 +14,8 @@ Layout = Literal["stacked", "fused", "separate"]
 
 DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 """Architectures whose layers are mostly gated delta-nets."""
+KIMI_DELTAS = ("kimi-linear",)
+"""Architectures with delta-nets whose keys decay each by itself, and attention over latents."""
 NEMOTRONS = ("nemotron_h_moe", "nemotron_h")
 """Architectures whose layers have one part each; the second has no experts."""
 
@@ -51,7 +53,7 @@ def write_metadata(
             width = -(-int(2 * width / 3) // step) * step
         writer.add_feed_forward_length(width)
     writer.add_head_count(config["num_attention_heads"])
-    split = architecture in ("deepseek2", "mistral4") and layout != "separate"
+    split = architecture in ("deepseek2", "mistral4", *KIMI_DELTAS) and layout != "separate"
     heads = 1 if split else config["num_key_value_heads"]
     if architecture in ("lfm2", "lfm2moe"):
         _write_convolutions(writer, config)
@@ -61,6 +63,10 @@ def write_metadata(
         _write_two_kinds(writer, config)
     elif architecture == "mimo2":
         _write_narrow_values(writer, config)
+    elif architecture in KIMI_DELTAS:
+        writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_kda_head_dim(config["linear_head_dim"])
     else:
         writer.add_head_count_kv(heads)
     if "layer_norm_eps" in config:
@@ -73,7 +79,7 @@ def write_metadata(
     if "alpha" in rope:
         base *= rope["alpha"] ** (config["head_dim"] / (config["head_dim"] - 2))
     writer.add_rope_freq_base(base)
-    if architecture in ("deepseek2", "mistral4"):
+    if architecture in ("deepseek2", "mistral4", *KIMI_DELTAS):
         _write_latents(writer, config, layout)
     elif config.get("head_dim") and architecture not in ("gemma4", "mimo2"):
         writer.add_key_length(config["head_dim"])
@@ -190,9 +196,13 @@ def write_metadata(
 
 
 def _write_latents(writer: GGUFWriter, config: dict[str, Any], layout: Layout) -> None:
-    rope, latents, rotated = config["rope_parameters"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    rope, latents, rotated = (
+        config.get("rope_parameters") or {"rope_type": "default"},
+        config["kv_lora_rank"],
+        config["qk_rope_head_dim"],
+    )
     keys, values = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
-    if config["q_lora_rank"]:
+    if config.get("q_lora_rank"):
         writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(latents)
     if layout == "separate":

@@ -8,6 +8,8 @@ Routers and heads are scaled so that tokens go to different experts and the logi
 from __future__ import annotations
 
 import copy
+import json
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -46,6 +48,7 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "granitemoeshared",
     "nemotron_h",
     "nemotron_h_latents",
+    "kimi_linear",
     "afmoe",
     "granitemoe_swa",
     "laguna",
@@ -122,6 +125,19 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 16,
 }
 """Latent attention; experts in groups, of which the best two count."""
+
+_KIMI_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+}
+"""Delta-nets whose keys decay each by itself, the others with attention over latents."""
 
 _GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -542,6 +558,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **_NEMOTRON_H,
         "layer_types": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
     },
+    "kimi_linear": {
+        **_KIMI_DELTA,
+        "linear_head_dim": 20,
+        "linear_num_heads": 6,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    },
     "lfm2": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
@@ -591,6 +613,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "floor_scale": 16,
     },
 }
+_PUBLISHED = {"kimi_linear": (r"\.block_sparse_moe\.(gate|up|down)_proj", r".mlp.\1_proj")}
+"""Names of tensors, as transformers saves them, that are others in published files, and those."""
 _DBRX_NAMES = {
     "hidden_size": "d_model",
     "num_attention_heads": "n_heads",
@@ -659,6 +683,21 @@ def _make(
     model.config.dtype = getattr(torch, dtype)
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     model.save_pretrained(folder, max_shard_size=max(1024, total // 4) if shards else "5GB")
+    if family in _PUBLISHED:
+        _rename_tensors(folder, *_PUBLISHED[family])
+
+
+def _rename_tensors(folder: Path, pattern: str, instead: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for path in folder.glob("*.safetensors"):
+        tensors = {re.sub(pattern, instead, name): tensor for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        whole = json.loads(index.read_text())
+        whole["weight_map"] = {re.sub(pattern, instead, name): file for name, file in whole["weight_map"].items()}
+        index.write_text(json.dumps(whole))
 
 
 def fill_randomly(model: Any, family: str, seed: int = 0) -> None:

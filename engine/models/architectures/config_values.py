@@ -104,6 +104,7 @@ _RULES: dict[str, _Rule] = {
         "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+        "linear_head_dim linear_num_heads short_conv_kernel_size layer_group_size "
         "global_attn_every_n_layers conv_L_cache rotary_dim "
         "mamba_num_heads mamba_head_dim ssm_state_size conv_kernel n_groups "
         "moe_shared_expert_intermediate_size moe_latent_size global_head_dim num_global_key_value_heads top_k_experts "
@@ -149,7 +150,11 @@ _RULES: dict[str, _Rule] = {
         "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding attention_k_eq_v mamba_conv_bias "
         "mamba_proj_bias use_conv_bias use_bias enable_moe_block mup_enabled use_double_wide_mlp truncate",
     ),
-    **_rules(_table, "per_layer_config rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn"),
+    **_rules(
+        _table,
+        "per_layer_config rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn "
+        "linear_attn_config",
+    ),
     **_rules(_list_of(_text, "names"), "layer_types layers_block_type mlp_layer_types architectures"),
     **_rules(_list_of(_number, "numbers"), "long_factor short_factor"),
     **_rules(_list_of(whole(0), "layers"), "mlp_only_layers moe_layers no_rope_layers"),

@@ -66,7 +66,7 @@ def yarn(metadata: Metadata) -> dict[str, Any]:
 
 
 def attention_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
-    """The tensors of a layer's attention, the layer's norm left out."""
+    """The tensors of a layer's attention over latents, the layer's norm left out."""
     hidden, heads, latents = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     rotated, plain, values = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
     prefix = there + "self_attn."

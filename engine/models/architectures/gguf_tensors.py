@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import ModelError, shown
+from engine.models.architectures import gguf_latent
 from engine.models.architectures.families import (
     ExpertLayers,
     expert_shape,
@@ -125,6 +126,8 @@ def _usually_named(
         alone = decoder.norms == "single" and config["layer_types"][layer] in NETWORKS
         if record.mixer is not None and mixed:
             yield from record.mixer(gguf, config, here, target)
+        elif decoder.latents:
+            yield from gguf_latent.attention_shapes(gguf, config, here, target)
         elif not alone:
             yield from _attention(gguf, decoder, config, layer)
         for source, name in _norms(gguf, decoder, here):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
-from engine.models.architectures.config_values import positive_number, whole_number
+from engine.models.architectures.config_values import positive_number, setting, whole_number
 from engine.models.architectures.record import Config, QueryGrowth
 
 # --- which layers have experts ----------------------------------------------------------------------------------------
@@ -42,8 +42,8 @@ def sparse_layers(first: Callable[[Config], int]) -> Callable[[Config, int], lis
 
 
 def layer_list(config: Config, key: str) -> list[int] | None:
-    """The list of layers at ``key``, or None. Raises ModelError if it is something else."""
-    value = config.get(key)
+    """The list of layers at ``key``, or None. Dots lead into sections. Raises ModelError if it is something else."""
+    value = setting(config, key)
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(layer) is int for layer in value):

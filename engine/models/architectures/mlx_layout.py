@@ -17,7 +17,7 @@ from engine.models.formats.safetensors_files import TensorEntry
 Headers = dict[str, dict[str, TensorEntry]]
 """Tensors by name, by file name."""
 
-_TAPS = (".conv1d.weight", ".conv.conv.weight")
+_TAPS = ("conv1d.weight", ".conv.conv.weight")
 """Ends of the names of convolutions: [channels, 1, taps] in transformers, [channels, taps, 1] in mlx-lm. With one
 channel for each filter the bytes are the same."""
 _OFFSET_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", ".q_norm.weight", ".k_norm.weight")
@@ -41,7 +41,7 @@ def as_transformers(headers: Headers, config: Mapping[str, Any]) -> tuple[Header
                 turned = True
             else:
                 renamed[file][name] = entry
-    if not turned or family is None or family.decoder.mixer != "delta-net":
+    if not turned or family is None or not family.decoder.offset_norms:
         return renamed, {}
     less_one = Change(subtracted=1.0)
     names = (name for header in renamed.values() for name in header)
@@ -56,6 +56,8 @@ def is_offset_norm(name: str) -> bool:
 def _renamed(name: str, family: Family | None) -> str:
     if family is not None and family.stored_prefix and name.startswith(family.stored_prefix):
         name = "model." + name.removeprefix(family.stored_prefix)
+    for part, instead in () if family is None else family.stored_names:
+        name = name.replace(part, instead)
     for part, instead in () if family is None or family.mlx is None else family.mlx.stored_names:
         if part in name:
             return name.replace(part, instead)

@@ -207,6 +207,40 @@ class MambaSizes:
 
 
 @dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of a gated delta-net: each of ``value_heads`` has a state [``key_width``, ``value_width``]. A convolution
+    over ``taps`` tokens comes before."""
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int
+    wide_decays: bool = False
+    """Whether each row of a state decays by itself, and gates are sigmoids (kimi_linear)."""
+    rank: int = 0
+    """Inner size of the two matrices that give decays, and of those that give gates; 0: a single matrix gives them."""
+    least_decay: float = 0.0
+    """The least logarithm of a decay, which a sigmoid leads to; 0: there is none (bailing_hybrid)."""
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+
+def delta_sizes(config: Config) -> DeltaSizes:
+    """Sizes of a delta-net as Qwen's settings name them."""
+    return DeltaSizes(
+        key_heads=whole_number(config, "linear_num_key_heads"),
+        value_heads=whole_number(config, "linear_num_value_heads"),
+        key_width=whole_number(config, "linear_key_head_dim"),
+        value_width=whole_number(config, "linear_value_head_dim"),
+        taps=whole_number(config, "linear_conv_kernel_dim"),
+    )
+
+
+@dataclass(frozen=True)
 class LexicalSizes:
     """What the ``layers`` that add embeddings of n-grams keep of the text (qwen4_exp): the last ``tokens`` - 1 tokens,
     and the last inputs of a convolution of ``channels`` over ``taps`` tokens that are ``tokens`` apart."""
@@ -248,6 +282,8 @@ class DecoderRecord:
     RMS norm, gated feed-forward or routed experts, residual."""
 
     mixer: Mixer = "none"
+    delta: Callable[[Config], DeltaSizes] = delta_sizes
+    """Sizes of gated delta-nets, where they are the mixer."""
     mamba: Callable[[Config], MambaSizes] | None = None
     """Sizes of Mamba-2 layers; None: the family has none."""
     layer_kind: Callable[[Config, int], str] = lambda config, layer: "full_attention"
@@ -462,6 +498,8 @@ class Family:
     layers_prefix: str = "model.layers."
     stored_prefix: str = ""
     """Beginning of the names of tensors in checkpoints where transformers has ``model.``; empty: that."""
+    stored_names: tuple[tuple[str, str], ...] = ()
+    """Parts of the names of tensors in checkpoints, and what transformers has there. All are replaced, in order."""
     decoder: DecoderRecord = DecoderRecord()
     moe: MoeRecord | None = None
     """None for a dense family."""

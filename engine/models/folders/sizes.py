@@ -214,7 +214,7 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
     Latent attention (deepseek) caches the latents and the rotated part; recurrent layers keep a state of fixed size.
     """
     if config.get("kv_lora_rank"):
-        layers = whole_number(config, "num_hidden_layers", "n_layers")
+        layers = sum(kind not in WITHOUT_KEYS for kind in layer_kinds(config))
         return layers * (whole_number(config, "kv_lora_rank") + whole_number(config, "qk_rope_head_dim"))
     kinds = _kinds_with_keys(config)
     return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
@@ -266,15 +266,12 @@ def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
         mamba, layers = family.decoder.mamba(config), layer_kinds(config).count("linear_attention")
         width, taps = -(-mamba.width // columns) * columns, mamba.taps - (columns > 1)
         return 4 * layers * (mamba.heads * width * mamba.states + taps * mamba.channels)
-    if mixer != "delta-net":
+    if family is None or mixer != "delta-net":
         return 0
-    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
-    key_heads, key_width, value_heads, value_width, taps = (whole_number(config, f"linear_{name}") for name in names)
-    values = value_heads * value_width
-    layers = layer_kinds(config).count("linear_attention")
-    padded = value_heads * -(-value_width // columns) * columns
-    nets = 4 * layers * (padded * key_width + (taps - 1) * (2 * key_heads * key_width + values))
-    lexical = None if family is None else family.decoder.lexical(config)
+    delta, layers = family.decoder.delta(config), layer_kinds(config).count("linear_attention")
+    padded = delta.value_heads * -(-delta.value_width // columns) * columns
+    nets = 4 * layers * (padded * delta.key_width + (delta.taps - 1) * delta.channels)
+    lexical = family.decoder.lexical(config)
     if lexical is None:
         return nets
     return nets + 4 * len(lexical.layers) * (lexical.kept * lexical.channels + 2 * (lexical.tokens - 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -70,7 +70,7 @@ def _whole_tensors(
     """Name as stored, name in mlx-lm, tensor and change of all tensors, those in two pieces put together."""
     first: dict[str, StoredTensor] = {}
     for stored_name, tensor in files.trunk():
-        name = _named(stored_name, family, modules)
+        name = name_in_mlx(stored_name, family, modules)
         module = name.removesuffix(".weight").rpartition(".")[0]
         parts = next((parts for whole, *parts in _IN_TWO if module.endswith(f".{whole}")), [])
         if not parts:
@@ -84,8 +84,8 @@ def _whole_tensors(
             yield f"{module}.weight", f"{module}.weight", _joined(pieces), change
 
 
-def _named(stored_name: str, family: MlxRecord, modules: Mapping[str, bool]) -> str:
-    """The name in mlx-lm, of which a family may have two."""
+def name_in_mlx(stored_name: str, family: MlxRecord, modules: Collection[str]) -> str:
+    """The name in mlx-lm, whose ``modules`` these are, of a tensor. A family may have two."""
     for theirs, ours in family.stored_names:
         name = stored_name.replace(ours, theirs)
         if name != stored_name and name.rpartition(".")[0] in modules:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.kimi_linear import _group_expert_select as select_in_groups
 from mlx_lm.models.mistral4 import mistral4_expert_select
 from mlx_lm.models.phimoe import sparsemixer
 
@@ -125,6 +126,21 @@ def _grouped_softmax(block: Block, hidden: Array) -> Routes:
     return indices, weights
 
 
+def _best_of_groups(block: Block, hidden: Array) -> Routes:
+    args = block.args
+    indices, weights = select_in_groups(
+        block.gate(hidden),
+        block.e_score_correction_bias,
+        args.num_experts_per_token,
+        args.num_expert_group,
+        args.topk_group,
+        args.routed_scaling_factor,
+        args.moe_renormalize,
+        args.moe_router_activation_func,
+    )
+    return indices, weights
+
+
 def _given(block: Block, hidden: Array, indices: Array, weights: Array) -> Routes:
     """Gemma's layers route themselves, as the router and the experts get the same hidden states with other norms."""
     return indices, weights
@@ -153,6 +169,7 @@ ROUTES: dict[str, Route] = {
     "best-of-corrected-sigmoids": _best_of_corrected,
     "best-of-biased-sigmoids": _best_of_biased,
     "best-of-grouped-softmax": _grouped_softmax,
+    "best-of-groups": _best_of_groups,
     "sparsemixer": _sparsemixer,
     "own-gate": _own_gate,
     "own-router": _own_router,

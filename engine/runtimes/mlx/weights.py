@@ -7,6 +7,7 @@ mlx-lm's own loader.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from engine.models.formats.number_formats import BLOCKS, MLX_BITS
 from engine.models.formats.safetensors_files import TensorEntry, read_header
 from engine.runtimes.mlx.gguf_blocks import QuantisedArrays, laid_out, unpacked
 from engine.runtimes.mlx.gguf_files import in_gguf
-from engine.runtimes.mlx.gguf_trunk import trunk_arrays
+from engine.runtimes.mlx.gguf_trunk import name_in_mlx, trunk_arrays
 from engine.runtimes.protocol import Config
 
 Array = Any
@@ -103,10 +104,11 @@ def from_files(
             done = files.trunk_bytes
         else:
             trunk = {}
+            named = functools.partial(name_in_mlx, family=family, modules={name for name, _ in model.named_modules()})
             for name, tensor in files.trunk():
-                trunk[name] = read(tensor)
+                trunk[named(name)] = read(tensor)
                 progress("loading weights", done, total, "bytes")
-            trunk = _keep_precision(model, trunk, files)
+            trunk = _keep_precision(model, trunk, files, named)
         _assign(model, trunk, files.folder)
         trunk.clear()
         # Evaluated now, so that no unconverted copy stays in memory while the experts are read.
@@ -285,14 +287,17 @@ def _classes(family: MlxRecord) -> tuple[Any, Any]:
     return LanguageModel, arguments
 
 
+_CONVOLUTIONS = (".conv1d.weight", "_conv.conv.weight")
+"""Ends of the names of convolutions: of all parts of a delta-net, and of one of them (Kimi-Linear)."""
+
+
 def _as_delta_nets(weights: dict[str, Array]) -> dict[str, Array]:
     """``weights`` as mlx-lm's delta-nets have them, where they are as in transformers: convolutions with the axes
     exchanged, and one added to norms. mlx-lm does so only where it finds experts by name."""
-    apart = {name for name, array in weights.items() if name.endswith(".conv1d.weight") and array.shape[-1] != 1}
-    if not apart:
-        return weights
+    apart = {name for name, array in weights.items() if name.endswith(_CONVOLUTIONS) and array.shape[-1] != 1}
     changed = {name: weights[name].moveaxis(2, 1) for name in apart}
-    changed |= {name: array + 1.0 for name, array in weights.items() if is_offset_norm(name)}
+    if any(name.endswith(_CONVOLUTIONS[0]) for name in apart):
+        changed |= {name: array + 1.0 for name, array in weights.items() if is_offset_norm(name)}
     return weights | changed
 
 
@@ -346,12 +351,15 @@ def _logical_shape(linear: Any) -> tuple[int, int]:
     return int(rows), int(columns * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else columns)
 
 
-def _keep_precision(model: Any, trunk: dict[str, Array], files: ModelFiles) -> dict[str, Array]:
-    """``trunk`` with what the family keeps in its stored type (deepseek's router bias) read again as stored."""
+def _keep_precision(
+    model: Any, trunk: dict[str, Array], files: ModelFiles, named: Callable[[str], str]
+) -> dict[str, Array]:
+    """``trunk`` with what the family keeps in its stored type (deepseek's router bias) read again as stored.
+    ``named(stored name)``: a tensor's name in mlx-lm."""
     keep = getattr(model, "cast_predicate", None)
     if keep is None:
         return trunk
-    exact = {name: to_array(tensor) for name, tensor in files.trunk() if not keep(name)}
+    exact = {named(name): to_array(tensor) for name, tensor in files.trunk() if not keep(named(name))}
     return trunk | exact
 
 

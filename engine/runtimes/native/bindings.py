@@ -22,6 +22,7 @@ MOST_TAPS = 16
 
 HEAD_NORMS = {"none": 0, "per-head": 1, "rotated": 1, "whole": 2}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
+DELTA_KINDS = {"delta-net": 0, "mamba": 1, "kda": 2}
 
 PARTS: tuple[Part, ...] = ("attention", "router", "experts", "other")
 """The timed parts of a layer, in the order of the library."""
@@ -34,9 +35,13 @@ class Delta(ctypes.Structure):
 
     _fields_ = (
         ("input", Matrix),
+        ("key", Matrix),
+        ("value", Matrix),
         ("gate", Matrix),
         ("decay", Matrix),
         ("rate", Matrix),
+        ("gate_down", Matrix),
+        ("decay_down", Matrix),
         ("kernel", ctypes.c_void_p),
         ("kernel_bias", ctypes.c_void_p),
         ("decay_scale", ctypes.c_void_p),
@@ -168,6 +173,7 @@ class Trunk(ctypes.Structure):
         ("delta_key_width", ctypes.c_int64),
         ("delta_value_width", ctypes.c_int64),
         ("delta_taps", ctypes.c_int64),
+        ("delta_ranks", ctypes.c_int64),
         ("convolution_layers", ctypes.c_int64),
         ("convolution_taps", ctypes.c_int64),
         ("latent_plain", ctypes.c_int64),
@@ -206,6 +212,7 @@ class Trunk(ctypes.Structure):
         ("latent_epsilon", ctypes.c_float),
         ("step_least", ctypes.c_float),
         ("step_most", ctypes.c_float),
+        ("decay_least", ctypes.c_float),
     )
 
 

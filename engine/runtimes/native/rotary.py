@@ -67,13 +67,13 @@ def unsupported_reason(settings: Mapping[str, Any], partial: bool = False, stret
 
 
 def rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
-    """The frequencies for heads of which ``width`` numbers are rotated; none of them if that is 0. ``longest``: the
+    """The frequencies for heads of which ``width`` numbers are rotated, all 0 without ``settings``. ``longest``: the
     model's largest position.
 
     Raises ModelError naming the setting that is missing or not a number, or if they give no frequencies.
     """
-    if not width:
-        return Rotary(np.empty(0, np.float32), 1.0)
+    if not settings or not width:
+        return Rotary(np.zeros(width // 2, np.float32), 1.0)
     try:
         with np.errstate(all="ignore"):
             result = _rotary(settings, width, longest)

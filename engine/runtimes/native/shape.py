@@ -27,6 +27,7 @@ from engine.models.architectures.families import (
 from engine.models.architectures.layer_rules import NETWORKS, check_kinds
 from engine.models.architectures.record import (
     DecoderRecord,
+    DeltaSizes,
     Family,
     HeadNorm,
     MambaSizes,
@@ -60,36 +61,23 @@ WITHOUT_GATE: dict[str, str] = {"relu2": "relu"}
 
 
 @dataclass(frozen=True)
-class DeltaShape:
-    """Gated delta-nets of a model, or its Mamba-2 layers.
+class DeltaShape(DeltaSizes):
+    """Gated delta-nets of a model in its ``layers``, or its Mamba-2 layers, a group of which stands for a key head."""
 
-    Each of ``layers`` has ``value_heads`` states [key_width, value_width], and before them a convolution over ``taps``
-    tokens. A group of a Mamba-2 layer stands for a key head.
-    """
-
-    layers: tuple[int, ...]
-    key_heads: int
-    value_heads: int
-    key_width: int
-    value_width: int
-    taps: int
+    layers: tuple[int, ...] = ()
     step_limits: tuple[float, float] | None = None
     """Limits of the steps of a Mamba-2 layer; None of a delta-net."""
     biased: bool = False
     """Whether the convolution has a bias."""
 
     @property
-    def is_mamba(self) -> bool:
-        return self.step_limits is not None
+    def kind(self) -> str:
+        """One of the kinds that the kernels know."""
+        return "mamba" if self.step_limits is not None else "kda" if self.wide_decays else "delta-net"
 
     @property
     def values(self) -> int:
         return self.value_heads * self.value_width
-
-    @property
-    def channels(self) -> int:
-        """Width of the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_width + self.values
 
     @property
     def state_numbers(self) -> int:
@@ -411,7 +399,7 @@ def _attention_scale(
     if latent is None:
         return decoder.score_scale(config, heads.width)
     rope = heads.rope
-    stretched = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
+    stretched = rope and rope["rope_type"] != "default" and rope.get("mscale_all_dim")
     factor = 1.0
     if stretched:
         factor = rotary.attention_scale(
@@ -476,15 +464,15 @@ def _read_heads(
 ) -> tuple[tuple[HeadShape, ...], tuple[int, ...]]:
     """The kinds of heads, and the kind of each layer."""
     if latent is not None:
-        rope = rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
-        count = whole_number(config, "num_attention_heads")
+        kind = "" if decoder.head_kinds is None else decoder.head_kinds(config, layers)[0]
+        rope, count = rope_of_kind(config, decoder, kind), whole_number(config, "num_attention_heads")
         width = latent.rotated + latent.latents
         return (HeadShape(count, 1, width, width, latent.rotated, rope),), (0,) * layers
     if decoder.head_kinds is None:
-        kind, windows = _read_kind(config, decoder, ""), decoder.windows(config, layers)
+        alike, windows = _read_kind(config, decoder, ""), decoder.windows(config, layers)
         if any(windows) and not all(windows):
-            return (kind, kind), tuple(int(window == 0) for window in windows)
-        return (kind,), (0,) * layers
+            return (alike, alike), tuple(int(window == 0) for window in windows)
+        return (alike,), (0,) * layers
     names = decoder.head_kinds(config, layers)
     present = sorted(set(names), reverse=True)
     kinds = []
@@ -547,17 +535,10 @@ def _read_delta(config: Mapping[str, Any], decoder: DecoderRecord, layers: int) 
         sizes = decoder.mamba(config)
         if sizes.heads % sizes.groups:
             raise damaged(f"config.json gives {sizes.heads} heads of Mamba-2 layers in {sizes.groups} groups")
-        return DeltaShape(
-            kinds, sizes.groups, sizes.heads, sizes.states, sizes.width, sizes.taps, _step_limits(config), sizes.biased
-        )
-    shape = DeltaShape(
-        layers=kinds,
-        key_heads=whole_number(config, "linear_num_key_heads"),
-        value_heads=whole_number(config, "linear_num_value_heads"),
-        key_width=whole_number(config, "linear_key_head_dim"),
-        value_width=whole_number(config, "linear_value_head_dim"),
-        taps=whole_number(config, "linear_conv_kernel_dim"),
-    )
+        limits, biased = _step_limits(config), sizes.biased
+        widths = sizes.groups, sizes.heads, sizes.states, sizes.width, sizes.taps
+        return DeltaShape(*widths, layers=kinds, step_limits=limits, biased=biased)
+    shape = DeltaShape(**vars(decoder.delta(config)), layers=kinds)
     if shape.value_heads % shape.key_heads:
         raise damaged(
             f"config.json gives {shape.value_heads} value heads over {shape.key_heads} key heads of delta-nets, which "
@@ -651,9 +632,14 @@ def _unsupported_mixer(config: Mapping[str, Any], decoder: DecoderRecord, activa
             return _unsupported_mamba(config, decoder.mamba(config), activation)
     if decoder.mixer == "convolution" and (config.get("conv_bias") or config["conv_L_cache"] == 1):
         return f"its convolutions {'have biases' if config.get('conv_bias') else 'are over one token'}"
-    if decoder.mixer == "delta-net" and config["linear_conv_kernel_dim"] > MOST_TAPS:
-        return f"its convolutions are over {config['linear_conv_kernel_dim']} tokens, and the most is {MOST_TAPS}"
+    if decoder.mixer == "delta-net":
+        with contextlib.suppress(ModelError):
+            return _too_many_taps(decoder.delta(config).taps)
     return None
+
+
+def _too_many_taps(taps: int) -> str | None:
+    return f"its convolutions are over {taps} tokens, and the most is {MOST_TAPS}" if taps > MOST_TAPS else None
 
 
 def _unsupported_mamba(config: Mapping[str, Any], sizes: MambaSizes, activation: str) -> str | None:
@@ -661,9 +647,7 @@ def _unsupported_mamba(config: Mapping[str, Any], sizes: MambaSizes, activation:
         return "the projections of its Mamba-2 layers have biases"
     if (config.get("mamba_hidden_act") or activation) not in ("silu", "swish"):
         return "its Mamba-2 layers have another activation than silu"
-    if sizes.taps > MOST_TAPS:
-        return f"its convolutions are over {sizes.taps} tokens, and the most is {MOST_TAPS}"
-    return None
+    return _too_many_taps(sizes.taps)
 
 
 def _rotated_kinds(config: Mapping[str, Any], decoder: DecoderRecord) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from engine.moe.kernels.bindings import ACTIVATIONS, FORMATS, CActivation, Kerne
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
 from engine.runtimes.native.bindings import (
+    DELTA_KINDS,
     HEAD_NORMS,
     SCORINGS,
     Convolution,
@@ -135,10 +136,11 @@ class Tensors:
         """Address of a float32 copy of a vector."""
         return self.keep(to_float32(self.take([name], (count,))))
 
-    def taps(self, name: str, channels: int, taps: int) -> int:
-        """Address of a convolution's kernel [taps, channels], a float32 copy."""
-        kernel = to_float32(self.take([name], (channels, 1, taps)))
-        return self.keep(np.ascontiguousarray(kernel[:, 0].T))
+    def taps(self, names: Sequence[str], channels: Sequence[int], taps: int) -> int:
+        """Address of a convolution's kernel [taps, all channels], a float32 copy of all tensors of these ``names``."""
+        named = zip(names, channels, strict=True)
+        kernels = [to_float32(self.take([name], (count, 1, taps)))[:, 0] for name, count in named]
+        return self.keep(np.ascontiguousarray(np.concatenate(kernels).T))
 
     def keep(self, numbers: NDArray[np.float32]) -> int:
         """Address of ``numbers``, which are contiguous and kept alive."""
@@ -232,6 +234,7 @@ class TrunkWeights:
             delta_key_width=0 if delta is None else delta.key_width,
             delta_value_width=0 if delta is None else delta.value_width,
             delta_taps=0 if delta is None else delta.taps,
+            delta_ranks=0 if delta is None else 2 * delta.rank,
             convolution_layers=0 if convolution is None else len(convolution.layers),
             convolution_taps=0 if convolution is None else convolution.taps,
             latent_plain=0 if latent is None else latent.plain,
@@ -249,8 +252,8 @@ class TrunkWeights:
             paired_rotary=int(files.paired_rotary or shape.paired_rotary if latent is None else latent.interleaved),
             group_best=routing.group_best,
             softplus_gates=int(shape.gate_heads is not None and shape.gate_heads.softplus),
-            gated_queries=int(delta is not None and not delta.is_mamba),
-            delta_kind=int(delta is not None and delta.is_mamba),
+            gated_queries=int(delta is not None and delta.kind == "delta-net"),
+            delta_kind=0 if delta is None else DELTA_KINDS[delta.kind],
             tiled_heads=int(delta is not None and _tiled(files, delta)),
             parallel=int(shape.norms == "beside"),
             centred=int(shape.centred_norms),
@@ -270,6 +273,7 @@ class TrunkWeights:
             latent_epsilon=0 if latent is None else latent.epsilon,
             step_least=0 if delta is None or delta.step_limits is None else delta.step_limits[0],
             step_most=0 if delta is None or delta.step_limits is None else delta.step_limits[1],
+            decay_least=0 if delta is None else delta.least_decay,
         )
         if shape.own_width:
             self._fill_own_embedding()
@@ -291,7 +295,8 @@ class TrunkWeights:
         if index in shape.networks:
             pass
         elif shape.delta is not None and index in shape.delta.layers:
-            (self._fill_mamba if shape.delta.is_mamba else self._fill_delta)(index, layer, shape.delta)
+            fill = {"mamba": self._fill_mamba, "kda": self._fill_kda}.get(shape.delta.kind, self._fill_delta)
+            fill(index, layer, shape.delta)
         elif shape.convolution is not None and index in shape.convolution.layers:
             self._fill_convolution(index, layer, shape.convolution)
         elif shape.latent is not None:
@@ -319,7 +324,7 @@ class TrunkWeights:
         values, gathered = heads.key_value_heads * heads.value_width, heads.heads * heads.value_width
         own = shape.keys_of[index] == index
         # A gate of every query may lie beside it.
-        projected = queries if shape.delta is None or shape.delta.is_mamba else 2 * queries
+        projected = 2 * queries if shape.delta is not None and shape.delta.kind == "delta-net" else queries
         if shape.merged_attention:
             merged = tensors.parts(attention + "qkv_proj.weight", (projected, keys, values), shape.hidden)
             layer.query, layer.key, layer.value = map(matrix, merged)
@@ -406,7 +411,7 @@ class TrunkWeights:
         layer.place = convolution.layers.index(index)
         layer.output = tensors.matrix([prefix + "out_proj.weight"], shape.hidden, shape.hidden)
         filled = Convolution(input=tensors.matrix([prefix + "in_proj.weight"], 3 * shape.hidden, shape.hidden))
-        filled.kernel = tensors.taps(prefix + "conv.weight", shape.hidden, convolution.taps)
+        filled.kernel = tensors.taps([prefix + "conv.weight"], [shape.hidden], convolution.taps)
         tensors.kept.append(filled)
         layer.convolution = ctypes.pointer(filled)
 
@@ -426,7 +431,9 @@ class TrunkWeights:
         if heads is not None:
             filled.keys, filled.values = map(tensors.each_head, heads)
         layer.output = tensors.matrix([prefix + "o_proj.weight"], shape.hidden, shape.heads * latent.values)
-        layer.place = index
+        if shape.gate_heads is not None:
+            layer.gate = tensors.matrix([f"{prefix}{shape.gate_heads.name}.weight"], shape.heads, shape.hidden)
+        layer.place = shape.layers_of(0).index(index)
         layer.grown = int(shape.query_growth is not None)
         tensors.kept.append(filled)
         layer.latent = ctypes.pointer(filled)
@@ -477,16 +484,41 @@ class TrunkWeights:
         self._fill_recurrence(prefix, filled, delta)
         layer.delta = ctypes.pointer(filled)
 
+    def _fill_kda(self, index: int, layer: TrunkLayer, delta: DeltaShape) -> None:
+        shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}.self_attn."
+        keys, hidden = delta.key_heads * delta.key_width, shape.hidden
+        layer.place = delta.layers.index(index)
+        layer.output = tensors.matrix([prefix + "o_proj.weight"], hidden, delta.values)
+        filled = self._deltas[layer.place]
+
+        def read(name: str, rows: int, columns: int = hidden) -> Matrix:
+            return tensors.matrix([f"{prefix}{name}_proj.weight"], rows, columns)
+
+        filled.input, filled.key, filled.value = read("q", keys), read("k", keys), read("v", delta.values)
+        filled.rate = read("b", delta.value_heads)
+        if delta.rank:
+            filled.decay_down, filled.gate_down = read("f_a", delta.rank), read("g_a", delta.rank)
+            filled.decay, filled.gate = read("f_b", keys, delta.rank), read("g_b", delta.values, delta.rank)
+        else:
+            filled.decay, filled.gate = read("f", keys), read("g", delta.values)
+        filled.norm = tensors.vector(prefix + "o_norm.weight", delta.value_width)
+        self._fill_recurrence(prefix, filled, delta)
+        layer.delta = ctypes.pointer(filled)
+
     def _fill_recurrence(self, prefix: str, filled: Delta, delta: DeltaShape) -> None:
         """The convolution and the decays."""
-        tensors = self._tensors
-        filled.kernel = tensors.taps(prefix + "conv1d.weight", delta.channels, delta.taps)
-        decays = to_float32(tensors.take([prefix + "A_log"], (delta.value_heads,)))
-        stored = self._changes.get(tensors.named(prefix + "A_log"), Change())
+        tensors, keys, values = self._tensors, delta.key_heads * delta.key_width, delta.values
+        parts = {"q_": keys, "k_": keys, "v_": values} if delta.wide_decays else {"": delta.channels}
+        names = [f"{prefix}{part}conv1d.weight" for part in parts]
+        filled.kernel = tensors.taps(names, list(parts.values()), delta.taps)
+        heads, name = delta.value_heads, tensors.named(prefix + "A_log")
+        # Kimi's files have further dimensions of one.
+        decays = to_float32(tensors.take([name], (1, 1, heads, 1) if delta.rank else (heads,))).reshape(-1)
+        stored = self._changes.get(name, Change())
         if not stored.log_of_negative:  # in float64, as numpy's float32 routines differ by CPU
             decays = -np.exp(decays.astype(np.float64)).astype(np.float32)
         filled.decay_scale = tensors.keep(decays)
-        filled.decay_bias = tensors.vector(prefix + "dt_bias", delta.value_heads)
+        filled.decay_bias = tensors.vector(prefix + "dt_bias", keys if delta.wide_decays else heads)
 
     def _delta_inputs(self, prefix: str, delta: DeltaShape) -> list[StoredTensor] | None:
         """The projections of a delta-net: queries, keys and values; gates; decays; rates.

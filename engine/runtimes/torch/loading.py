@@ -25,6 +25,7 @@ from engine.moe.kernels.bindings import KernelChoice
 from engine.runtimes.torch.language_models import register_language_model
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
 from engine.runtimes.torch.packed_modules import PackedEmbedding, PackedLinear, kernels_for, map_tables, packed_module
+from engine.runtimes.torch.trunk_modules import piece_name
 
 BUILDING = threading.Lock()
 """Lock held while transformers builds a model, because it then replaces methods of its classes for all threads."""
@@ -152,6 +153,8 @@ def _renamed(
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     for stored_name, stored in files.trunk():
         name, pattern = rename_source_key(stored_name, renamings, converters, model.base_model_prefix, expected)
+        if pattern is not None and piece_name(stored_name) in expected:
+            name, pattern = piece_name(stored_name), None
         if name not in expected and stored_name in expected:
             name = stored_name
         if name in expected and pattern is None:

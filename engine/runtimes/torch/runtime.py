@@ -49,8 +49,10 @@ from engine.runtimes.torch.packed_modules import numbers_kept_packed
 from engine.runtimes.torch.trunk_modules import (
     attend_to_latents,
     expect_split_latents,
+    expect_three_convolutions,
     expect_two_projections,
     fuse_norms,
+    join_convolutions,
 )
 from engine.runtimes.torch.unrecorded import UNRECORDED, check, is_unrecorded, load_whole, state_bytes
 
@@ -139,8 +141,10 @@ class TorchRuntime(Runtime):
                 names = [name for name, _ in files.trunk()]
                 expect_split_latents(module, names)
                 expect_two_projections(module, names)
+                expect_three_convolutions(module, names)
                 fill_trunk(module, files, dtype, device, progress)
                 attend_to_latents(module)
+                join_convolutions(module)
                 attend_to_all_while_few(module)
                 if device.type == "cuda":
                     fuse_norms(module)

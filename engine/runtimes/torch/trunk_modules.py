@@ -6,6 +6,7 @@ needs to run it, and norms are a third of a layer's operations.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -107,6 +108,46 @@ def _by_key_head(net: Any) -> torch.Tensor:
         ends = torch.tensor([net.key_dim, net.key_dim, net.value_dim, net.value_dim]).cumsum(0)
         parts = torch.arange(int(ends[-1])).tensor_split(ends[:-1])
         return torch.cat([part.view(net.num_k_heads, -1) for part in parts], dim=1).reshape(-1)
+
+
+# --- convolutions that files have in three tensors -------------------------------------------------------------------
+
+
+_PIECE = re.compile(r"\.([qkv])_conv1d\.weight$")
+
+
+def piece_name(stored_name: str) -> str:
+    """The name in a model with :class:`ConvolutionPieces` of a tensor, which has one of its own in checkpoints."""
+    return _PIECE.sub(r".conv1d.\1.weight", stored_name)
+
+
+class ConvolutionPieces(nn.Module):  # type: ignore[misc]
+    """The convolutions of a delta-net's queries, keys and values (Kimi-Linear), [channels, 1, taps] each, while they
+    are loaded. transformers has one of all of them, ``whole``."""
+
+    def __init__(self, whole: nn.Conv1d) -> None:
+        super().__init__()
+        for name, part in zip("qkv", whole.weight.chunk(3), strict=True):
+            piece = nn.Module()
+            piece.weight = nn.Parameter(part, requires_grad=False)
+            self.add_module(name, piece)
+
+
+def expect_three_convolutions(model: nn.Module, names: Iterable[str]) -> None:
+    """Make room for the three tensors in every delta-net of the skeleton ``model`` that has them in ``names``, the
+    stored tensors' names."""
+    for net in {piece_name(name).rpartition(".conv1d.")[0] for name in names if _PIECE.search(name)}:
+        module: Any = model.get_submodule(net)
+        module.conv1d = ConvolutionPieces(module.conv1d)
+
+
+def join_convolutions(model: nn.Module) -> None:
+    """Replace all :class:`ConvolutionPieces` of ``model``, which are loaded, by what they are pieces of."""
+    for net in [net for net in model.modules() if isinstance(getattr(net, "conv1d", None), ConvolutionPieces)]:
+        whole = nn.Module()
+        whole.weight = nn.Parameter(torch.cat([piece.weight for piece in net.conv1d.children()]), requires_grad=False)
+        whole.bias = None
+        net.conv1d = whole
 
 
 # --- latent attention ------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ MOE_FAMILIES = (
     "afmoe",
     "mimo_v2_flash",
     "mistral4",
+    "kimi_linear",
 )
 FAMILIES = (
     "llama",
@@ -151,6 +152,14 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "solar_open": {"moe_intermediate_size": 32},
     "exaone_moe": {"moe_intermediate_size": 32},
+    "kimi_linear": {
+        "moe_intermediate_size": 32,
+        "linear_num_heads": 4,
+        "linear_head_dim": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
     "gemma4_dense": {"global_head_dim": 32, "num_key_value_heads": 2},
     "gemma4_e2b": {"global_head_dim": 32, "num_key_value_heads": 2, "hidden_size_per_layer_input": 32},
 }
@@ -212,7 +221,7 @@ def write_quantised(
         sizes |= {name: width for name in sizes if name.endswith("intermediate_size")}
     if family != "dbrx":
         sizes.setdefault("intermediate_size", width)
-    if family in ("deepseek_v3", "glm4_moe_lite"):
+    if family in ("deepseek_v3", "glm4_moe_lite", "kimi_linear"):
         sizes["num_key_value_heads"] = 4
     source = write_comparable(folder / "source", family, **sizes)
     if family in IN_A_WHOLE:

@@ -69,6 +69,7 @@ FAMILIES = (
     "nemotron_h",
     "nemotron_h_dense",
     "nemotron_h_latents",
+    "kimi_linear",
     "gemma2",
     "afmoe",
     "granite_swa",

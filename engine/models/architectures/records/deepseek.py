@@ -51,7 +51,6 @@ V2 = Family(
         settings=_softmax_settings,
         own_heads=True,
         yarn=gguf_latent.yarn,
-        mixer=gguf_latent.attention_shapes,
     ),
 )
 V3 = Family(
@@ -83,7 +82,6 @@ V3 = Family(
         settings=gguf_latent.settings,
         own_heads=True,
         yarn=gguf_latent.yarn,
-        mixer=gguf_latent.attention_shapes,
     ),
     mlx=MlxRecord(
         "deepseek_v3",

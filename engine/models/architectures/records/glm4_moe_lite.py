@@ -73,7 +73,6 @@ FAMILIES = (
             settings=_settings,
             own_heads=True,
             yarn=gguf_latent.yarn,
-            mixer=gguf_latent.attention_shapes,
         ),
         mlx=MlxRecord(
             "glm4_moe_lite",

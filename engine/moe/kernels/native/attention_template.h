@@ -484,5 +484,6 @@ static void NAME(attend)(const attention *a) {
 
 const trunk_set NAME(pllm_trunk) = {
     NAME(residual_norm), NAME(norm), NAME(rotate), NAME(store), NAME(load),  NAME(attend),
-    NAME(gate),          NAME(convolve), NAME(product), NAME(unit), NAME(recur), NAME(gated_norm),
+    NAME(gate),          NAME(convolve), NAME(product), NAME(unit), NAME(decay),
+    NAME(multiply),      NAME(recur),    NAME(gated_norm),
 };

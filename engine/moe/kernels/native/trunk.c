@@ -15,7 +15,7 @@
 /* Bytes of one request to read ahead: the system takes about as much at a time. */
 #define AHEAD_BYTES (1 << 20)
 /* Matrices of a layer that read the same rows, at most. */
-#define MOST_BESIDE 4
+#define MOST_BESIDE 6
 
 static double seconds_now(void) {
     struct timespec now;
@@ -57,14 +57,16 @@ static void set_mode(walk *w, int64_t rows) {
     w->beside = w->few ? w->own.beside : w->job->beside;
 }
 
-/* x [rows, columns] as the kernels read it for weights like `matrix`. */
-static void fill_input(walk *w, const float *x, const pllm_matrix *matrix) {
+/* x [rows, columns], `stride` from one row to the next, as the kernels read it for weights like `matrix`. */
+static void fill_strided(walk *w, const float *x, int64_t stride, const pllm_matrix *matrix) {
     if (!w->few) barrier(w);
     pllm_input_describe(&w->input, w->job->trunk->set, matrix->dtype, w->few ? w->own.input : w->job->input, w->rows,
                         matrix->columns);
-    pllm_input_fill_part(&w->input, x, matrix->columns, w->few ? 0 : w->thread, w->few ? 1 : w->threads);
+    pllm_input_fill_part(&w->input, x, stride, w->few ? 0 : w->thread, w->few ? 1 : w->threads);
     if (!w->few) barrier(w);
 }
+
+static void fill_input(walk *w, const float *x, const pllm_matrix *matrix) { fill_strided(w, x, matrix->columns, matrix); }
 
 /* Blocks begin..end) of the rows of several matrices, counted as one. */
 static void project_blocks(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride,
@@ -297,13 +299,29 @@ static int mamba_layer(walk *w, int64_t index, int last) {
 /* As attend_layer, of a layer with a delta-net. Its states go on with every position, whatever is wanted. */
 static int delta_layer(walk *w, int64_t index, int last) {
     const trunk_job *job = w->job;
-    const pllm_trunk_layer *layer = job->trunk->layers + index;
-    const pllm_delta *delta = layer->delta;
-    const pllm_matrix *matrices[] = {&delta->input, &delta->gate, &delta->decay, &delta->rate};
-    float *results[4], *to = job->qkv;
-    for (int i = 0; i < 4; to += matrices[i]->rows, i++) results[i] = to;
-    project_each(w, w->normed, matrices, results, 4, job->projected);
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_delta *delta = trunk->layers[index].delta;
+    const pllm_matrix *const wide[] = {&delta->gate, &delta->decay}, *const down[] = {&delta->gate_down, &delta->decay_down};
+    const pllm_matrix *const all[] = {&delta->input, &delta->key, &delta->value, wide[0], wide[1], &delta->rate};
+    const pllm_matrix *matrices[MOST_BESIDE];
+    float *results[MOST_BESIDE], *wide_results[2], *to = job->qkv;
+    int count = 0;
+    for (int i = 0; i < 6; to += all[i]->rows, i++) {
+        const int second = i == 3 || i == 4;
+        if (second) wide_results[i - 3] = to;
+        if (all[i]->data && !(second && down[i - 3]->data)) matrices[count] = all[i], results[count++] = to;
+    }
+    float *const ranks[] = {to, to + delta->gate_down.rows};
+    for (int i = 0; i < 2; i++)
+        if (down[i]->data) matrices[count] = down[i], results[count++] = ranks[i];
+    project_each(w, w->normed, matrices, results, count, job->projected);
     barrier(w);
+    for (int i = 0; i < 2; i++) {
+        if (!down[i]->data) continue;
+        fill_strided(w, ranks[i], job->projected, wide[i]);
+        project_share(w, wide + i, wide_results + i, 1, job->projected);
+    }
+    if (trunk->delta_ranks) barrier(w);
     pllm_delta_heads(job, &w->own, index);
     barrier(w);
     pllm_delta_keep(job, index, w->thread, w->threads);
@@ -340,9 +358,9 @@ static int latent_layer(walk *w, int64_t index, int last) {
     const pllm_latent *latent = layer->latent;
     const int prompt = job->pass->tokens > 1, wanted = !last || job->pass->logits != NULL;
     const int ranked = trunk->latent_rank > 0;
-    const pllm_matrix *matrices[] = {&latent->down, ranked ? &latent->query_down : &latent->query};
-    float *results[] = {job->latent_rows, job->latent_rows + trunk->kinds[0].width};
-    project_each(w, w->normed, matrices, results, wanted ? 2 : 1, job->latent_stride);
+    const pllm_matrix *matrices[] = {&latent->down, ranked ? &latent->query_down : &latent->query, &layer->gate};
+    float *results[] = {job->latent_rows, job->latent_rows + trunk->kinds[0].width, job->latent_rows + job->latent_gates};
+    project_each(w, w->normed, matrices, results, !wanted ? 1 : layer->gate.data ? 3 : 2, job->latent_stride);
     barrier(w);
     if (!w->few || w->thread == 0) pllm_latent_keys(job, index, share_start(w), share_end(w), w->own.rotated);
     if (wanted && ranked) {
@@ -359,7 +377,7 @@ static int latent_layer(walk *w, int64_t index, int last) {
     if (prompt && last) keep_last(w);
     const float *joined = gathered(w, index, last, job->qkv + first * job->projected, job->pass->start + first, 1);
     if (!w->few) barrier(w);
-    pllm_latent_values(job, &w->own, index, joined, w->rows);
+    pllm_latent_values(job, &w->own, index, joined, first, w->rows);
     barrier(w);
     fill_input(w, job->latent_values, &layer->output);
     project(w, &layer->output, job->out, trunk->hidden);
@@ -717,6 +735,7 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (trunk->delta_layers > 0 &&
         (trunk->delta_taps < 1 || trunk->delta_taps > PLLM_MOST_TAPS || trunk->delta_key_heads < 1 ||
          trunk->delta_value_heads < 1 || trunk->delta_value_heads % trunk->delta_key_heads ||
+         (trunk->delta_kind == PLLM_KDA && trunk->delta_value_heads != trunk->delta_key_heads) ||
          !(pass->states_before && pass->states_after)))
         return PLLM_E_ARGUMENT;
     const int packed = packed_bits(trunk->cache_dtype);

@@ -41,18 +41,23 @@ enum { PLLM_ATTENTION = 0, PLLM_ROUTER = 1, PLLM_EXPERTS = 2, PLLM_OTHER = 3, PL
    With PLLM_MAMBA it is a Mamba-2 layer (Dao and Gu 2024, section 7): its B are the keys, its C the queries, its groups
    the key heads. A token's value times its step, which is softplus(decay + bias) within step_least..step_most, is added
    to the state, whatever that answers. The value times `skip` is added to the result, and the norm is over all heads of
-   a group, after the gate. */
-enum { PLLM_DELTA = 0, PLLM_MAMBA = 1 };
+   a group, after the gate.
+   With PLLM_KDA (Kimi Delta Attention, 2025) each of a value head's key numbers has a decay of its own, and so have the
+   rows of its state; the gate is a sigmoid, not a SiLU. */
+enum { PLLM_DELTA = 0, PLLM_MAMBA = 1, PLLM_KDA = 2 };
 typedef struct pllm_delta {
     pllm_matrix input;        /* [channels, hidden]: queries of all key heads, then their keys, then all values; with
                                  PLLM_MAMBA values, then keys, then queries */
-    pllm_matrix gate;         /* [value heads * value width, hidden] */
-    pllm_matrix decay;        /* [value heads, hidden] */
+    pllm_matrix key, value;   /* with PLLM_KDA: those rows apart, and `input` has the queries alone; data NULL: it has all */
+    pllm_matrix gate;         /* [value heads * value width, hidden or rank] */
+    pllm_matrix decay;        /* [value heads, hidden]; with PLLM_KDA [value heads * key width, hidden or rank] */
     pllm_matrix rate;         /* [value heads, hidden]; not with PLLM_MAMBA */
+    pllm_matrix gate_down, decay_down; /* [rank, hidden], with PLLM_KDA: what `gate` and `decay` read of the hidden state;
+                                          data NULL: all of it */
     const float *kernel;      /* [delta_taps, channels], the latest token's last */
     const float *kernel_bias; /* [channels], with PLLM_MAMBA; or NULL */
     const float *decay_scale; /* [value heads]: the logarithm of a decay is scale * softplus(decay + bias) */
-    const float *decay_bias;  /* [value heads] */
+    const float *decay_bias;  /* [value heads]; with PLLM_KDA [value heads * key width] */
     const float *skip;        /* [value heads], with PLLM_MAMBA */
     const float *norm;        /* [value width]; with PLLM_MAMBA [value heads * value width] */
 } pllm_delta;
@@ -120,7 +125,8 @@ typedef struct pllm_trunk_layer {
     pllm_matrix value;       /* data NULL: values are the keys before they are normed and rotated */
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
     pllm_matrix gate;        /* [heads * value width, hidden] or [heads, hidden]: its activated result scales what each number
-                                or each head has gathered (afmoe, laguna); data NULL: nothing does */
+                                or each head has gathered (afmoe, laguna); over latents [heads, hidden], and a sigmoid
+                                (bailing_hybrid); data NULL: nothing does */
     pllm_matrix shared_gate; /* [1, hidden]: its sigmoid scales the shared expert; data NULL: nothing does */
     pllm_matrix narrow;      /* [width, hidden]: what the routed experts read of the hidden state; data NULL: all of it */
     pllm_matrix widen;       /* [hidden, width]: from their weighted sum to the hidden state, where they have `narrow` */
@@ -164,9 +170,10 @@ typedef struct pllm_trunk {
     pllm_heads kinds[PLLM_HEAD_KINDS];
     int64_t kind_count, layer_count, hidden, heads, top_k;
     int64_t delta_layers, delta_key_heads, delta_value_heads, delta_key_width, delta_value_width, delta_taps;
+    int64_t delta_ranks; /* rows of gate_down and decay_down together; 0: none */
     int64_t convolution_layers, convolution_taps;
     int64_t latent_plain, latent_values; /* numbers of a head's query that are not rotated, and of its values; 0 without
-                                            latents, which all layers or none have */
+                                            latents, which all layers with attention or none have */
     int64_t latent_rank; /* of query_down; 0: none */
     int64_t expert_groups, kept_groups; /* only experts of the best groups are chosen; 1: all are one group */
     int32_t set;         /* kernels of the projections and experts */
@@ -180,7 +187,7 @@ typedef struct pllm_trunk {
     int32_t group_best;    /* experts that a group is compared by: its best one, or its best two together */
     int32_t softplus_gates; /* what a layer's `gate` is activated by; 0: the sigmoid */
     int32_t gated_queries; /* behind each head's query lies its gate, whose sigmoid scales the head's result */
-    int32_t delta_kind;    /* PLLM_DELTA, PLLM_MAMBA: what all pllm_delta are */
+    int32_t delta_kind;    /* PLLM_DELTA, PLLM_MAMBA, PLLM_KDA: what all pllm_delta are */
     int32_t tiled_heads;   /* value head h belongs to key head h % key heads, as llama.cpp stores them; 0: to
                               h / (value heads / key heads) */
     int32_t parallel;      /* the feed-forward network, or the experts, read what attention reads, and ffn_norm is not used */
@@ -195,6 +202,8 @@ typedef struct pllm_trunk {
     float least_sum;     /* added to the sum that `normalise` divides by; with PLLM_SOFTMAX the least that it is */
     float latent_epsilon; /* of the norms of pllm_latent */
     float step_least, step_most; /* limits of a Mamba-2 layer's steps */
+    float decay_least; /* the logarithm of a decay is this times the sigmoid of -scale * (decay + bias); 0: as decay_scale
+                          says */
 } pllm_trunk;
 
 /* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. For each kind of heads a

@@ -36,6 +36,7 @@ typedef struct own_area {
     void *turned;
     int64_t *low, *high;
     float *delta_queries, *delta_keys, *delta_values, *delta_results; /* of DELTA_TOKENS tokens of one head */
+    float *delta_decays, *delta_decayed; /* the same: decays of keys, and keys times those; with PLLM_KDA alone */
     float *latent_rank; /* as trunk_job's, of few positions */
     void *latent_input; /* of one head of all positions */
 } own_area;
@@ -73,7 +74,7 @@ typedef struct trunk_job {
     float *latent_rank;    /* [positions, latent_rank]: those of query_down, normed */
     float *latent_queries; /* [positions, heads * (plain + rotated)]; without query_down they are in latent_rows */
     float *latent_values;  /* [positions, heads * value width] */
-    int64_t latent_stride;
+    int64_t latent_stride, latent_gates; /* columns of latent_rows, and that from which on they are gates of heads */
     int32_t *indices, *zeros;
     void *input, *experts;
     float *part_maximum, *part_total, *part_sum; /* [key/value head][chunk][row * group + i]([value_width]) */
@@ -126,9 +127,10 @@ void pllm_latent_keys(const trunk_job *job, int64_t layer, int64_t first, int64_
 /* Queries of `count` positions from `first` on, multiplied by their heads' matrices for keys and ready for attention.
    Takes heads with pllm_pool_next. */
 void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int64_t count);
-/* The heads' values of `rows` rows, from what attention has gathered to job->latent_values. Takes heads with
-   pllm_pool_next. */
-void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t rows);
+/* The heads' values of `rows` positions from `first` on, from what attention has gathered to job->latent_values, scaled by
+   the heads' gates if there are any. Takes heads with pllm_pool_next. */
+void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t first,
+                        int64_t rows);
 
 /* A thread's share of the numbers of a short convolution: from job->qkv [positions, projected] (the three parts) to
    job->attended [positions, hidden]. */
@@ -139,9 +141,10 @@ void pllm_convolve(const trunk_job *job, int64_t layer, int thread, int threads)
 void pllm_choose_experts(const pllm_trunk *trunk, const pllm_trunk_layer *layer, float *logits, int64_t count,
                          int32_t *indices, float *weights);
 
-/* Channels of a delta-net's convolution, the values of a head, padded to whole PLLM_STATE_COLUMNS, and the numbers of its
-   state. */
+/* Channels of a delta-net's convolution, decays of a head, the values of a head, padded to whole PLLM_STATE_COLUMNS, and
+   the numbers of its state. */
 int64_t pllm_delta_channels(const pllm_trunk *trunk);
+int64_t pllm_delta_decays(const pllm_trunk *trunk);
 int64_t pllm_delta_padded(const pllm_trunk *trunk);
 int64_t pllm_delta_head(const pllm_trunk *trunk);
 /* Where in a row's states those of a delta-net begin, and where in them the inputs of its convolution do. */

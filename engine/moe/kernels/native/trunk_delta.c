@@ -9,6 +9,8 @@ int64_t pllm_delta_channels(const pllm_trunk *trunk) {
     return 2 * trunk->delta_key_heads * trunk->delta_key_width + trunk->delta_value_heads * trunk->delta_value_width;
 }
 
+int64_t pllm_delta_decays(const pllm_trunk *trunk) { return trunk->delta_kind == PLLM_KDA ? trunk->delta_key_width : 1; }
+
 int64_t pllm_delta_padded(const pllm_trunk *trunk) {
     return divided_up(trunk->delta_value_width, PLLM_STATE_COLUMNS) * PLLM_STATE_COLUMNS;
 }
@@ -34,7 +36,9 @@ static void run_head(const trunk_job *job, const own_area *own, int64_t layer, i
     const int64_t keys = trunk->delta_key_width, values = trunk->delta_value_width, padded_values = pllm_delta_padded(trunk);
     const int64_t key_heads = trunk->delta_key_heads, heads = trunk->delta_value_heads;
     const int64_t channels = pllm_delta_channels(trunk), gates = channels + head * values;
-    const int64_t decays = channels + heads * values + head, rates = decays + heads;
+    const int64_t of_head = pllm_delta_decays(trunk), before_decays = channels + heads * values;
+    const int64_t decays = before_decays + head * of_head, rates = before_decays + heads * of_head + head;
+    const int wide = trunk->delta_kind == PLLM_KDA;
     const int64_t key_head = trunk->tiled_heads ? head % key_heads : head / (heads / key_heads);
     const int64_t query = key_head * keys, key = (key_heads + key_head) * keys, value = 2 * key_heads * keys + head * values;
     const int last = (int)trunk->delta_taps;
@@ -69,20 +73,34 @@ static void run_head(const trunk_job *job, const own_area *own, int64_t layer, i
             job->set->convolve(v, taps[2], delta->kernel + value, NULL, channels, first, last, values);
             memset(v + values, 0, (size_t)(padded_values - values) * 4);
             product[t] = job->set->unit(q, k, 1.0F / sqrtf((float)keys), keys);
-            decay[t] = expf(delta->decay_scale[head] * pllm_softplus(input[decays] + delta->decay_bias[head]));
             rate[t] = sigmoid(input[rates]);
+            if (!wide) {
+                decay[t] = expf(delta->decay_scale[head] * pllm_softplus(input[decays] + delta->decay_bias[head]));
+                continue;
+            }
+            float *by = own->delta_decays + t * keys;
+            job->set->decay(by, input + decays, delta->decay_bias + head * keys, delta->decay_scale[head],
+                            trunk->decay_least, keys);
+            job->set->multiply(own->delta_decayed + t * keys, k, by, keys);
+            job->set->multiply(q, q, by, keys);
         }
         const delta_run run = {.before = before, .after = after, .queries = own->delta_queries, .keys = own->delta_keys,
-                               .values = own->delta_values, .results = own->delta_results, .decays = decay,
-                               .rates = rate, .products = product, .tokens = count, .key_width = keys,
-                               .value_width = padded_values};
+                               .values = own->delta_values, .results = own->delta_results,
+                               .decays = wide ? own->delta_decays : decay, .rates = rate, .products = product,
+                               .decayed = own->delta_decayed, .tokens = count, .key_width = keys,
+                               .value_width = padded_values, .wide = wide};
         job->set->recur(&run);
         before = after;
         for (int64_t t = 0; t < count; t++) {
             const int64_t position = row * pass->tokens + done + t;
-            job->set->gated_norm(job->attended + (position * heads + head) * values,
-                                 own->delta_results + t * padded_values, job->qkv + position * job->projected + gates,
-                                 delta->norm, trunk->epsilon, values);
+            float *to = job->attended + (position * heads + head) * values, *result = own->delta_results + t * padded_values;
+            const float *gate = job->qkv + position * job->projected + gates;
+            if (wide) {
+                memcpy(to, result, (size_t)values * 4);
+                job->set->norm(to, delta->norm, trunk->epsilon, values);
+                job->set->gate(to, gate, values);
+            } else
+                job->set->gated_norm(to, result, gate, delta->norm, trunk->epsilon, values);
         }
     }
 }

@@ -45,10 +45,12 @@ typedef struct delta_run {
     const float *queries, *keys; /* [tokens, key_width] */
     const float *values;         /* [tokens, value_width] */
     float *results;              /* [tokens, value_width] */
-    const float *decays, *rates; /* [tokens] */
+    const float *decays, *rates; /* [tokens]; decays may be `wide` */
     const float *products;       /* [tokens]: query times key */
+    const float *decayed;        /* [tokens, key_width]: keys times their decays, if those are `wide` */
     int64_t tokens, key_width, value_width;
     int64_t adds; /* whether values are added to the state whatever it answers to their keys */
+    int64_t wide; /* whether decays are [tokens, key_width], and queries are multiplied by them already */
 } delta_run;
 
 typedef struct trunk_set {
@@ -71,6 +73,10 @@ typedef struct trunk_set {
     float (*product)(const float *a, const float *b, int64_t count);
     /* Makes both of length 1, then the query `scale` long; returns their product. */
     float (*unit)(float *query, float *key, float scale, int64_t count);
+    /* to = exp(scale * softplus(x + bias)), or, with a `least` below 0, exp(least * sigmoid(-scale * (x + bias))). */
+    void (*decay)(float *to, const float *x, const float *bias, float scale, float least, int64_t count);
+    /* to = a * b */
+    void (*multiply)(float *to, const float *a, const float *b, int64_t count);
     void (*recur)(const delta_run *run);
     /* to = x / rms(x) * weight * SiLU(gate) */
     void (*gated_norm)(float *to, const float *x, const float *gate, const float *weight, float epsilon, int64_t count);

@@ -145,6 +145,9 @@ size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
     own->delta_keys = take(&at, DELTA_TOKENS * trunk->delta_key_width, 4);
     own->delta_values = take(&at, DELTA_TOKENS * pllm_delta_padded(trunk), 4);
     own->delta_results = take(&at, DELTA_TOKENS * pllm_delta_padded(trunk), 4);
+    const int64_t decays = trunk->delta_kind == PLLM_KDA ? DELTA_TOKENS * trunk->delta_key_width : 0;
+    own->delta_decays = take(&at, decays, 4);
+    own->delta_decayed = take(&at, decays, 4);
     if (trunk->latent_values) {
         own->latent_rank = take(&at, few * trunk->latent_rank, 4);
         own->latent_input = take(&at, 1, pllm_input_bytes(job->positions, MAX(trunk->latent_plain, width)));
@@ -180,7 +183,8 @@ static void describe_heads(trunk_job *job, int64_t kind) {
 size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *pass, int threads) {
     *job = (trunk_job){.trunk = trunk, .pass = pass, .set = trunk_set_of(trunk->set), .last_kept = last_kept(trunk)};
     const int64_t positions = job->positions = pass->rows * pass->tokens, k = MAX(trunk->top_k, 1);
-    const int64_t delta = pllm_delta_channels(trunk) + trunk->delta_value_heads * (trunk->delta_value_width + 2);
+    const int64_t of_head = trunk->delta_value_width + pllm_delta_decays(trunk) + 1;
+    const int64_t delta = pllm_delta_channels(trunk) + trunk->delta_value_heads * of_head + trunk->delta_ranks;
     job->projected = MAX(delta, trunk->convolution_layers ? 3 * trunk->hidden : 0);
     for (int64_t kind = 0; kind < trunk->kind_count; kind++) {
         describe_heads(job, kind);
@@ -215,7 +219,8 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     job->experts = take(&at, 1, shared);
     if (trunk->latent_values) {
         const int64_t queries = trunk->heads * (trunk->latent_plain + trunk->kinds[0].rotated);
-        job->latent_stride = trunk->kinds[0].width + (trunk->latent_rank ? trunk->latent_rank : queries);
+        job->latent_gates = trunk->kinds[0].width + (trunk->latent_rank ? trunk->latent_rank : queries);
+        job->latent_stride = job->latent_gates + most_gates(trunk);
         job->latent_rows = take(&at, positions * job->latent_stride, 4);
         job->latent_rank = take(&at, many * trunk->latent_rank, 4);
         job->latent_queries = take(&at, trunk->latent_rank ? positions * queries : 0, 4);

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from gguf import MODEL_ARCH_NAMES
 
+from engine.errors import ModelError
 from engine.models.architectures import records
 from engine.models.architectures.composite import language_only
 from engine.models.architectures.families import FAMILIES, completed, layer_kinds, renamed
@@ -46,7 +47,7 @@ def library_default(family: Family, key: str) -> Any:
 
     # Without it, windows of other families are None, whatever their size.
     config = CONFIG_MAPPING[family.model_type](use_sliding_window=True).get_text_config(decoder=True)
-    return config.to_dict().get(key)
+    return config.to_dict().get(key, getattr(config, key, None))  # or under another name in files
 
 
 @families()
@@ -186,6 +187,42 @@ def test_mlx_lm_has_the_module_and_a_routing_of_that_name(family: Family) -> Non
     module = importlib.import_module(f"mlx_lm.models.{family.mlx.module}")
     assert all(hasattr(module, name) for name in family.mlx.classes)
     assert (family.mlx.route in ROUTES) == (family.moe is not None)
+
+
+KIMI = {
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 7,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 7],
+        "head_dim": 64,
+        "kda_layers": [1, 2, 3, 5, 6],
+        "num_heads": 16,
+        "short_conv_kernel_size": 3,
+    },
+    "model_max_length": 4096,
+    "moe_renormalize": False,
+    "num_expert_group": 2,
+    "num_experts_per_token": 4,
+    "num_shared_experts": 2,
+}
+"""Settings as the published files of Kimi-Linear name them."""
+
+
+def test_published_settings_of_kimi_linear_are_those_of_transformers() -> None:
+    from transformers import CONFIG_MAPPING
+
+    library, found = CONFIG_MAPPING["kimi_linear"].from_dict(KIMI), renamed(dict(KIMI))
+    added = {key: value for key, value in found.items() if key not in KIMI}
+    assert len(added) == 9
+    assert added == {key: getattr(library, key) for key in added}
+    assert renamed(found) == found
+    assert layer_kinds(completed(found)) == library.layer_types
+
+
+@pytest.mark.parametrize("linear", [[1, 2, 3, 5], [1, 2, 3, 5, 7], [1, 2, 3, 5, 6, 9]])
+def test_layers_that_kimi_linear_does_not_name_once_are_a_sentence(linear: list[int]) -> None:
+    with pytest.raises(ModelError, match="do not name every layer, from 1 on, exactly once"):
+        renamed({**KIMI, "linear_attn_config": {"full_attn_layers": [4, 7], "kda_layers": linear}})
 
 
 def test_every_file_of_records_is_found_and_no_family_is_there_twice() -> None:

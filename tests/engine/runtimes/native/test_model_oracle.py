@@ -394,6 +394,7 @@ def test_latents_on_every_instruction_set(
         "gemma4_text",
         "granitemoehybrid",
         "nemotron_h",
+        "kimi_linear",
         "gemma2",
         "laguna",
     ],

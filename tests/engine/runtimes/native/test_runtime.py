@@ -89,6 +89,7 @@ def test_a_gpu_that_is_asked_for_is_not_left_idle(mixtral: Path, monkeypatch: py
         ("mixtral", {}, {"partitioning": "ring"}, "the partitioning is ring"),
         ("qwen3_5_text", {"attention_bias": True}, {}, "its gated attention has biases"),
         ("qwen3_5_text", {"linear_conv_kernel_dim": 17}, {}, "its convolutions are over 17 tokens, and the most is 16"),
+        ("kimi_linear", {"linear_conv_kernel_dim": 17}, {}, "its convolutions are over 17 tokens, and the most is 16"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, {}, "its delta-nets have the activation gelu"),
         ("granitemoehybrid", {"mamba_proj_bias": True}, {}, "the projections of its Mamba-2 layers have biases"),
         ("nemotron_h", {"use_bias": True}, {}, "the projections of its Mamba-2 layers have biases"),
