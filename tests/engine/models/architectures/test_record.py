@@ -47,7 +47,8 @@ def library_default(family: Family, key: str) -> Any:
 
     # Without it, windows of other families are None, whatever their size.
     config = CONFIG_MAPPING[family.model_type](use_sliding_window=True).get_text_config(decoder=True)
-    return config.to_dict().get(key, getattr(config, key, None))  # or under another name in files
+    settings = config.to_dict()
+    return settings[key] if key in settings else getattr(config, key, None)  # which has another name in files
 
 
 @families()
