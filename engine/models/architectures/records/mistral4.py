@@ -100,7 +100,6 @@ FAMILIES = (
             settings=_settings,
             own_heads=True,
             yarn=_yarn,
-            mixer=gguf_latent.attention_shapes,
         ),
         mlx=MlxRecord(
             "mistral4",

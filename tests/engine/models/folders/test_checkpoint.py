@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from engine.errors import ModelError
 from engine.models.architectures.composite import language_tensors
 from engine.models.architectures.families import FAMILIES
+from engine.models.architectures.record import renamed
 from engine.models.folders.opening import open_model
 from engine.models.formats.safetensors_files import TensorEntry
 from tests.support.opened_experts import assert_same_values, experts_of
@@ -88,9 +89,11 @@ def test_trunk_and_experts_together_are_the_whole_checkpoint(tiny_model: TinyMod
     stored = load_file(folder / "model.safetensors")
     files = open_model(folder)
     trunk = dict(files.trunk())
+    record = FAMILIES[family_of(family)]
+    usual = {renamed(name, dict(record.stored_names)): array for name, array in stored.items()}
     for name, tensor in trunk.items():
-        own = FAMILIES[family_of(family)].stored_prefix or "model."
-        assert tensor.words.tobytes() == stored[name.replace("model.", own, 1)].tobytes()
+        own = record.stored_prefix or "model."
+        assert tensor.words.tobytes() == usual[name.replace("model.", own, 1)].tobytes()
     experts = files.experts
     tables = sum(tensor.nbytes for _, tensor in files.tables())
     assert tables + files.trunk_bytes + (experts.nbytes if experts else 0) == sum(
