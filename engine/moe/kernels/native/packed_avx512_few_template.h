@@ -5,7 +5,7 @@
                            of a wide_input
    LARGE_CODES             whether all codes may have eight bits: high nibbles are multiplied where they lie then, and
                            the scale is a sixteenth
-   IN_PAIRS(dtype)         whether the codes of a format are opened by two_units, which opens two units at once
+   LOOKS_UP                whether all its formats have a grid and are opened by packed_grids_avx512_vbmi.h
    FEW_OF_OTHERS(...)      kernel_set.few of formats that are not in PACKED_FORMATS */
 
 /* Each of the 16 lanes of a unit has 16 values of its own, half a block of 32, so that a lane's products are added up as
@@ -266,10 +266,38 @@ ALWAYS_INLINE __m512 half_in_all(const uint8_t *from) {
     return _mm512_cvtph_ps(_mm256_set1_epi16((short)half_at(from)));
 }
 
-/* The figures of the halves of groups by lane. */
-ALWAYS_INLINE __m512 by_lane(const __m256 figures[2]) {
-    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15),
-                                 _mm512_insertf32x8(_mm512_castps256_ps512(figures[0]), figures[1], 1));
+/* Sixteen bytes in the order of the halves of groups as one of each lane. */
+ALWAYS_INLINE __m128i by_lane(__m128i bytes) {
+    return _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15));
+}
+
+ALWAYS_INLINE __m512 sixteen_times(__m128i bytes, const float by) {
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(by_lane(bytes))), _mm512_set1_ps(by));
+}
+
+/* For halves of groups eight bytes whose low nibbles are of the first ones, as numbers that are one more than twice as
+   large, times the factor of a unit with a grid. */
+ALWAYS_INLINE __m512 sixteen_odd(const uint8_t *from, const uint8_t *b) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)from), nibble = _mm_set1_epi8(15);
+    const __m128i apart = _mm_unpacklo_epi8(_mm_and_si128(bytes, nibble), _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble));
+    return sixteen_times(_mm_or_si128(_mm_add_epi8(apart, apart), _mm_set1_epi8(1)), widened(b) * 0.125F);
+}
+
+/* As scales_of, for formats that are halved. */
+ALWAYS_INLINE __m512 halved_scales(const uint8_t *b, const int dtype) {
+    switch (dtype) {
+    case PLLM_Q2_K: return sixteen_times(_mm_and_si128(sixteen_bytes(b), _mm_set1_epi8(15)), widened(b + Q2_K_SCALE));
+    case PLLM_Q3_K: return sixteen_times(sixteen_of_q3_k(b + Q3_K_SCALES), widened(b + Q3_K_SCALE));
+    case PLLM_Q6_K: return sixteen_times(sixteen_bytes(b + Q6_K_SCALES), widened(b + Q6_K_SCALE));
+    case PLLM_IQ2_XS: return sixteen_odd(b + IQ2_XS_SCALES, b);
+    case PLLM_IQ2_S: return sixteen_odd(b + IQ2_S_SCALES, b);
+    default: {
+        __m256 own[2];
+        scales_of(b, own, dtype);
+        return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15),
+                                     _mm512_insertf32x8(_mm512_castps256_ps512(own[0]), own[1], 1));
+    }
+    }
 }
 
 /* The scales of a unit by lane, and in the last eight lanes of `minimums` what is to be taken away from each block, if
@@ -278,13 +306,11 @@ ALWAYS_INLINE __m512 by_lane(const __m256 figures[2]) {
 ALWAYS_INLINE __m512 unit_scales(const uint8_t *b, const int dtype, __m512 *minimums) {
     const int size = (int)block_bytes(dtype);
     if (is_halved(dtype)) {
-        __m256 own[2], less[2];
-        scales_of(b, own, dtype);
-        if (has_minimums(dtype)) {
-            minimums_of(b, less, dtype);
-            *minimums = _mm512_mul_ps(by_lane(less), _mm512_set1_ps(-1.0F / 128));
+        if (has_minimums(dtype)) { /* only Q2_K */
+            const __m128i own = _mm_and_si128(_mm_srli_epi16(sixteen_bytes(b), 4), _mm_set1_epi8(15));
+            *minimums = _mm512_mul_ps(sixteen_times(own, widened(b + Q2_K_MINIMUM)), _mm512_set1_ps(-1.0F / 128));
         }
-        return by_lane(own);
+        return halved_scales(b, dtype);
     }
     switch (dtype) {
     case PLLM_MXFP4: return powers(b);
@@ -367,19 +393,32 @@ ALWAYS_INLINE void add_unit(const uint8_t *w, const int64_t ahead, const int pas
     add_codes(codes, scales, minimums, x, unit, sums, dtype, M);
 }
 
-/* The same of a unit and the one after it, if it is one of `units`. */
-ALWAYS_INLINE void add_two_units(const uint8_t *w, const int64_t units, const int64_t ahead, const wide_input *const *x,
-                                 int64_t unit, __m512 *sums, const int dtype, const int M) {
-    const int64_t size = bytes_of_values(dtype, UNIT), more = unit + 1 < units;
-    const __m512 none = _mm512_setzero_ps();
-    __m512i codes[2][4];
-    __m512 minimums; /* which no such format has */
-    fetch_ahead(w, ahead, 0, dtype, M);
-    fetch_ahead(w + size, ahead, 0, dtype, M);
-    two_units(w, w + more * size, dtype, codes);
-    add_codes(codes[0], unit_scales(w, dtype, &minimums), none, x, unit, sums, dtype, M);
-    if (more) add_codes(codes[1], unit_scales(w + size, dtype, &minimums), none, x, unit + 1, sums, dtype, M);
+#if LOOKS_UP
+/* The same of `units` units, two at a time. What is looked up for two is not there yet when it is wanted at once: it is
+   looked up while the two before them are multiplied. */
+ALWAYS_INLINE void add_pairs(const uint8_t *w, const int64_t first, const int64_t units, const int64_t ahead,
+                             const wide_input *const *x, __m512 *sums, const int dtype, const int M) {
+    const int64_t size = bytes_of_values(dtype, UNIT);
+    const __m512 none = _mm512_setzero_ps(); /* no such format has minimums */
+    __m512 minimums;
+    unit_pair next = look_up_two(w, w + (first + 1 < units) * size, dtype);
+    for (int64_t unit = first; unit < units; unit += 2, w += 2 * size) {
+        const unit_pair pair = next;
+        const int64_t left = units - unit;
+        __m512i codes[4];
+        if (left > 2) next = look_up_two(w + 2 * size, w + (2 + (left > 3)) * size, dtype);
+        fetch_ahead(w, ahead, 0, dtype, M);
+        fetch_ahead(w + size, ahead, 0, dtype, M);
+        codes_of_pair(&pair, 0, dtype, codes);
+        add_codes(codes, unit_scales(w, dtype, &minimums), none, x, unit, sums, dtype, M);
+        if (left < 2) break;
+        codes_of_pair(&pair, 1, dtype, codes);
+        add_codes(codes, unit_scales(w + size, dtype, &minimums), none, x, unit + 1, sums, dtype, M);
+    }
 }
+#else
+#define add_pairs(...) (void)0
+#endif
 
 /* `units` whole units of ROWS_TOGETHER rows with those at x: a row's sum is what it is by itself. */
 ALWAYS_INLINE void add_together(const uint8_t *w, const int64_t row_bytes, const int64_t units, const wide_input *x,
@@ -401,10 +440,6 @@ ALWAYS_INLINE void add_together(const uint8_t *w, const int64_t row_bytes, const
                     add_unit(w + r * row_bytes + (unit + i) * size, NEXT_BYTES, 0, scales[r][i], minimums[r][i], &x,
                              unit + i, &sums[r], dtype, 1);
         }
-    } else if (IN_PAIRS(dtype)) {
-        for (int64_t unit = 0; unit < units; unit += 2)
-            UNROLL for (int r = 0; r < ROWS_TOGETHER; r++)
-                add_two_units(w + r * row_bytes + unit * size, units, NEXT_BYTES, &x, unit, &sums[r], dtype, 1);
     } else {
         for (int64_t unit = 0; unit < units; unit++)
             UNROLL for (int r = 0; r < ROWS_TOGETHER; r++) {
@@ -436,7 +471,7 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
     UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
     int64_t row = 0;
     /* An input that nearly fills the first-level cache is pushed out of it by one row of weights. */
-    if (M == 1 && !roomy && last - first > LARGE_UNITS && values % UNIT == 0)
+    if (M == 1 && !roomy && last - first > LARGE_UNITS && values % UNIT == 0 && !LOOKS_UP)
         for (; row + ROWS_TOGETHER <= rows; row += ROWS_TOGETHER, w += ROWS_TOGETHER * row_bytes, all += ROWS_TOGETHER)
             add_together(w, row_bytes, last, in[0], all, dtype);
     for (; row < rows; row++, w += row_bytes, all += M) {
@@ -453,8 +488,8 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
                 for (int64_t i = 0; i < some; i++, at += size)
                     add_unit(at, ahead, past, scales[i], minimums[i], in, unit + i, sums, dtype, M);
             }
-        } else if (IN_PAIRS(dtype)) {
-            for (; unit < whole; unit += 2, at += 2 * size) add_two_units(at, whole, ahead, in, unit, sums, dtype, M);
+        } else if (LOOKS_UP) {
+            add_pairs(at, first, whole, ahead, in, sums, dtype, M);
         } else {
             for (; unit < whole; unit++, at += size) {
                 __m512 minimums;

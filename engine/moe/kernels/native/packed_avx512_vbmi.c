@@ -24,7 +24,7 @@
 #include "packed_avx512_dot_vnni.h"
 
 #define LARGE_CODES 1
-#define IN_PAIRS(dtype) 1
+#define LOOKS_UP 1
 #define FEW_OF_OTHERS pllm_packed_avx512_vnni_few
 #include "packed_avx512_few_template.h"
 

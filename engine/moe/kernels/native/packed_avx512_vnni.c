@@ -23,8 +23,7 @@
 #include "packed_avx512_dot_vnni.h"
 
 #define LARGE_CODES 1
-#define IN_PAIRS(dtype) 0
-#define two_units(...) (void)0
+#define LOOKS_UP 0
 #define FEW_OF_OTHERS(...) (void)0
 #include "packed_avx512_few_template.h"
 #include "packed_avx512_input.h"

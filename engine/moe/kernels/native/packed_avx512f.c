@@ -49,8 +49,7 @@ static inline __attribute__((always_inline)) __m512i SET(dot)(const __m512i code
 }
 
 #define LARGE_CODES 0
-#define IN_PAIRS(dtype) 0
-#define two_units(...) (void)0
+#define LOOKS_UP 0
 #define FEW_OF_OTHERS(...) (void)0
 #include "packed_avx512_few_template.h"
 #include "packed_avx512_input.h"

@@ -144,53 +144,60 @@ ALWAYS_INLINE __m512i places_of_two(const uint8_t *a, const uint8_t *b, __m512i 
     return at;
 }
 
-/* The unsigned codes of the units at a and b, whose points have eight values. */
-ALWAYS_INLINE void two_units_of_eights(const uint8_t *a, const uint8_t *b, const int dtype, __m512i to[2][4]) {
-    const uint8_t *points = dtype == PLLM_IQ2_S    ? iq2_s_points[0]
-                            : dtype == PLLM_IQ2_XS ? iq2_xs_points[0]
-                                                   : iq2_xxs_points[0];
-    const int count = dtype == PLLM_IQ2_S ? 1024 : dtype == PLLM_IQ2_XS ? 512 : 256;
-    __mmask64 high[3];
-    __m512i signs;
-    const __m512i at = places_of_two(a, b, &signs, high, dtype);
-    const __m512i low_bytes = points_in(points, at, high, count), high_bytes = points_in(points + count, at, high, count);
-    signs = _mm512_permutexvar_epi8(loaded(signs_of_lanes), signs);
-    codes_of_eights(_mm512_permutex2var_epi8(low_bytes, loaded(words_of_eights[0]), high_bytes), signs, to[0]);
-    codes_of_eights(_mm512_permutex2var_epi8(low_bytes, loaded(words_of_eights[1]), high_bytes),
-                    _mm512_shuffle_epi32(signs, (_MM_PERM_ENUM)0xb1), to[1]);
-}
+/* What is looked up for two units: their points, in the order of words_of_eights or of words_of_fours, and their signs. */
+typedef struct unit_pair {
+    __m512i points[2][2], signs[2];
+} unit_pair;
 
-/* The same of one unit, whose points have four. */
-ALWAYS_INLINE void unit_of_fours(const uint8_t *b, const int dtype, __m512i to[4]) {
+/* A unit whose points have four values. */
+ALWAYS_INLINE void look_up_fours(const uint8_t *b, const int dtype, __m512i points[2], __m512i *signs) {
     const int is_s = dtype == PLLM_IQ3_S, count = is_s ? 512 : 256;
-    const uint8_t *points = is_s ? iq3_s_points[0] : iq3_xxs_points[0];
+    const uint8_t *table = is_s ? iq3_s_points[0] : iq3_xxs_points[0];
     const __m512i at = loaded(b + codes_at(dtype));
     __mmask64 high[2];
-    __m512i signs;
     high[0] = _mm512_movepi8_mask(at);
     if (is_s) {
-        uint64_t ninth;
-        memcpy(&ninth, b + IQ3_S_HIGH, 8);
-        high[1] = _cvtu64_mask64(ninth);
-        signs = _mm512_castsi256_si512(thirty_two(b + IQ3_S_SIGNS));
+        memcpy(&high[1], b + IQ3_S_HIGH, 8);
+        *signs = _mm512_castsi256_si512(thirty_two(b + IQ3_S_SIGNS));
     } else {
-        signs = evened(four_sevens(_mm512_castsi256_si512(thirty_two(b + IQ3_XXS_SIGNS))));
+        *signs = evened(four_sevens(_mm512_castsi256_si512(thirty_two(b + IQ3_XXS_SIGNS))));
     }
-    const __m512i low = points_in(points, at, high, count), top = points_in(points + count, at, high, count);
-    const __m512i values = _mm512_broadcast_i32x4(
-        is_s ? _mm_setr_epi8(17, 19, 21, 23, 25, 27, 29, 31, 15, 13, 11, 9, 7, 5, 3, 1)
-             : _mm_setr_epi8(34, 38, 42, 46, 50, 54, 58, 63, 30, 26, 22, 18, 14, 10, 6, 1));
-    codes_of_fours(_mm512_permutex2var_epi8(low, loaded(words_of_fours[0]), top),
-                   _mm512_permutex2var_epi8(low, loaded(words_of_fours[1]), top),
-                   _mm512_permutexvar_epi8(loaded(signs_of_lanes), signs), values, to);
+    const __m512i first = points_in(table, at, high, count), second = points_in(table + count, at, high, count);
+    points[0] = _mm512_permutex2var_epi8(first, loaded(words_of_fours[0]), second);
+    points[1] = _mm512_permutex2var_epi8(first, loaded(words_of_fours[1]), second);
+    *signs = _mm512_permutexvar_epi8(loaded(signs_of_lanes), *signs);
 }
 
-/* The unsigned codes of the units at a and b. */
-ALWAYS_INLINE void two_units(const uint8_t *a, const uint8_t *b, const int dtype, __m512i to[2][4]) {
+/* The units at a and b. */
+ALWAYS_INLINE unit_pair look_up_two(const uint8_t *a, const uint8_t *b, const int dtype) {
+    unit_pair to;
     if (dtype == PLLM_IQ3_S || dtype == PLLM_IQ3_XXS) {
-        unit_of_fours(a, dtype, to[0]);
-        unit_of_fours(b, dtype, to[1]);
+        look_up_fours(a, dtype, to.points[0], &to.signs[0]);
+        look_up_fours(b, dtype, to.points[1], &to.signs[1]);
+        return to;
+    }
+    const uint8_t *table = dtype == PLLM_IQ2_S    ? iq2_s_points[0]
+                           : dtype == PLLM_IQ2_XS ? iq2_xs_points[0]
+                                                  : iq2_xxs_points[0];
+    const int count = dtype == PLLM_IQ2_S ? 1024 : dtype == PLLM_IQ2_XS ? 512 : 256;
+    __mmask64 high[3];
+    const __m512i at = places_of_two(a, b, &to.signs[0], high, dtype);
+    const __m512i first = points_in(table, at, high, count), second = points_in(table + count, at, high, count);
+    UNROLL for (int i = 0; i < 2; i++)
+        to.points[i][0] = _mm512_permutex2var_epi8(first, loaded(words_of_eights[i]), second);
+    to.signs[0] = _mm512_permutexvar_epi8(loaded(signs_of_lanes), to.signs[0]);
+    return to;
+}
+
+/* The unsigned codes of unit i of two. */
+ALWAYS_INLINE void codes_of_pair(const unit_pair *pair, const int i, const int dtype, __m512i to[4]) {
+    if (dtype == PLLM_IQ3_S || dtype == PLLM_IQ3_XXS) {
+        const __m128i values = dtype == PLLM_IQ3_S
+                                   ? _mm_setr_epi8(17, 19, 21, 23, 25, 27, 29, 31, 15, 13, 11, 9, 7, 5, 3, 1)
+                                   : _mm_setr_epi8(34, 38, 42, 46, 50, 54, 58, 63, 30, 26, 22, 18, 14, 10, 6, 1);
+        codes_of_fours(pair->points[i][0], pair->points[i][1], pair->signs[i], _mm512_broadcast_i32x4(values), to);
     } else {
-        two_units_of_eights(a, b, dtype, to);
+        const __m512i signs = i ? _mm512_shuffle_epi32(pair->signs[0], (_MM_PERM_ENUM)0xb1) : pair->signs[0];
+        codes_of_eights(pair->points[i][0], signs, to);
     }
 }
