@@ -150,10 +150,10 @@ Mixer = Literal["none", "delta-net", "mamba", "convolution", "lightning"]
 (granitemoehybrid); a short convolution (lfm2_moe); attention that keeps one matrix of state (minimax)."""
 
 
-Norms = Literal["before", "around", "after", "beside", "single"]
+Norms = Literal["before", "around", "after", "beside", "single", "streams"]
 """Places of the norms of attention and of the feed-forward network: before them; before and after (gemma4); after
 (olmo2); one before both, which run beside each other (cohere2); one before the only part of the layer, as its kind says
-(nemotron_h).
+(nemotron_h); none but those of several residual streams (qwen4_exp).
 
 The norms after are ``post_attention_layernorm`` and ``post_feedforward_layernorm``; then the one before the network is
 ``pre_feedforward_layernorm``."""
@@ -217,7 +217,9 @@ class DeltaSizes:
     value_width: int
     taps: int
     wide_decays: bool = False
-    """Whether each row of a state decays by itself, and gates are sigmoids (kimi_linear)."""
+    """Whether each row of a state decays by itself (kimi_linear)."""
+    sigmoid_gates: bool = False
+    """Whether gates are activated by the sigmoid, not by SiLU."""
     rank: int = 0
     """Inner size of the two matrices that give decays, and of those that give gates; 0: a single matrix gives them."""
     least_decay: float = 0.0
@@ -243,17 +245,39 @@ def delta_sizes(config: Config) -> DeltaSizes:
 @dataclass(frozen=True)
 class LexicalSizes:
     """What the ``layers`` that add embeddings of n-grams keep of the text (qwen4_exp): the last ``tokens`` - 1 tokens,
-    and the last inputs of a convolution of ``channels`` over ``taps`` tokens that are ``tokens`` apart."""
+    and the last inputs of a convolution of ``channels`` over ``taps`` tokens that are ``tokens`` apart. ``width``:
+    numbers of the embeddings of a token."""
 
     layers: tuple[int, ...]
     tokens: int
     taps: int
     channels: int
+    width: int
 
     @property
     def kept(self) -> int:
         """Tokens whose inputs the convolution needs again."""
         return (self.taps - 1) * self.tokens
+
+
+@dataclass(frozen=True)
+class StreamSizes:
+    """Residual streams in place of norms (qwen4_exp): ``count`` of them, mixed by matrices of ``rank``."""
+
+    count: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """The choice of what attention sees (qwen4_exp): of the blocks of ``size`` tokens those that suit a token best, as
+    many as have ``budget`` tokens, and the tokens behind the last whole block. ``heads`` queries of ``width`` numbers
+    choose."""
+
+    heads: int
+    width: int
+    size: int
+    budget: int
 
 
 def no_windows(config: Config, layers: int) -> list[int]:
@@ -300,6 +324,10 @@ class DecoderRecord:
     (qwen4_exp)."""
     lexical: Callable[[Config], LexicalSizes | None] = lambda config: None
     """The embeddings of n-grams that layers add to the hidden state; None: there are none."""
+    streams: Callable[[Config], StreamSizes] | None = None
+    """The residual streams where their norms are the only ones; None: there is one."""
+    blocks: Callable[[Config], BlockChoice] | None = None
+    """The choice of the blocks that attention sees; None: it sees all."""
     own_input: str = ""
     """Setting of the width of an embedding that each layer has of its own, 0 without; empty: none (gemma4)."""
     head_kinds: Callable[[Config, int], list[str]] | None = None

@@ -149,8 +149,11 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
     scale = 1.0 if is_packed(trunk.stored) else _WIDTHS.get(chosen, 2) / _WIDTHS.get(trunk.stored, 2)
     hidden = whole_number(config, "hidden_size", "d_model")
     numbers, head = key_value_numbers(config), _head_width(config)
-    fits = head > 0 and not any(count % BLOCKS["Q8_0"][0] for count in (head, numbers))
-    packed = tuple((name, stored_bytes(name.upper(), (numbers,))) for name in ("q8_0", "q4_0") if fits)
+    choosing = _choosing_numbers(config)
+    fits = head > 0 and not any(count % BLOCKS["Q8_0"][0] for count in (head, numbers - choosing))
+    packed = tuple(
+        (name, stored_bytes(name.upper(), (numbers - choosing,)) + 2 * choosing) for name in ("q8_0", "q4_0") if fits
+    )
     return ModelSizes(
         family=family.model_type,
         dtype=chosen,
@@ -220,6 +223,12 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
     return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
 
 
+def _choosing_numbers(config: Mapping[str, Any]) -> int:
+    """Part of :func:`key_value_numbers` by which blocks of tokens are chosen."""
+    kinds = (kind for _, kind in _kinds_with_keys(config) if kind not in WITHOUT_KEYS)
+    return _index_width(config) * sum(1 for _ in kinds)
+
+
 def windowed_numbers(config: Mapping[str, Any]) -> int:
     """Part of :func:`key_value_numbers` in layers with a window or a chunk, by ``layer_types``."""
     kinds = _kinds_with_keys(config) if _window(config) else ()
@@ -242,13 +251,18 @@ def _window(config: Mapping[str, Any]) -> int:
 def _width(config: Mapping[str, Any]) -> int:
     """Numbers of a token's keys and values in a layer, and of the key by which blocks are chosen."""
     family = FAMILIES.get(str(config.get("model_type")))
-    index = whole_number(config, family.decoder.index_width) if family and family.decoder.index_width else 0
     heads = whole_number(config, "num_attention_heads", "n_heads")
     inner = config.get("attn_config")
     grouped = config.get("num_key_value_heads") or (inner.get("kv_n_heads") if isinstance(inner, Mapping) else None)
     width = config.get("head_dim") or whole_number(config, "hidden_size", "d_model") // heads
     of_values = whole_number(config, family.decoder.value_width) if family and family.decoder.value_width else width
-    return int(grouped or heads) * (int(width) + int(of_values)) + index
+    return int(grouped or heads) * (int(width) + int(of_values)) + _index_width(config)
+
+
+def _index_width(config: Mapping[str, Any]) -> int:
+    """Numbers of the key by which blocks of tokens are chosen; 0 without one."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return whole_number(config, family.decoder.index_width) if family and family.decoder.index_width else 0
 
 
 def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
@@ -274,7 +288,9 @@ def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
     lexical = family.decoder.lexical(config)
     if lexical is None:
         return nets
-    return nets + 4 * len(lexical.layers) * (lexical.kept * lexical.channels + 2 * (lexical.tokens - 1))
+    # The native runtime keeps the last tokens once, transformers for each layer and in 64 bits.
+    tokens = lexical.tokens - 1 if columns > 1 else 2 * len(lexical.layers) * (lexical.tokens - 1)
+    return nets + 4 * (len(lexical.layers) * lexical.kept * lexical.channels + tokens)
 
 
 def native_copies(tensors: Iterable[tuple[str, _Stored]]) -> int:

@@ -18,7 +18,7 @@ STEPS_TOGETHER = 8
 """Maximum tokens of a pass whose bits equal those of single steps (PLLM_STEPS)."""
 
 MOST_TAPS = 16
-"""Maximum tokens of a delta-net's convolution (PLLM_MOST_TAPS)."""
+"""Maximum tokens of a delta-net's or an n-gram's convolution (PLLM_MOST_TAPS)."""
 
 HEAD_NORMS = {"none": 0, "per-head": 1, "rotated": 1, "whole": 2}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
@@ -92,6 +92,36 @@ class OwnInput(ctypes.Structure):
     _fields_ = (("gate", Matrix), ("projection", Matrix), ("norm", ctypes.c_void_p))
 
 
+class Blocks(ctypes.Structure):
+    """``pllm_blocks``."""
+
+    _fields_ = (
+        ("query", Matrix),
+        ("key", Matrix),
+        ("query_norm", ctypes.c_void_p),
+        ("key_norm", ctypes.c_void_p),
+    )
+
+
+class Streams(ctypes.Structure):
+    """``pllm_streams``."""
+
+    _fields_ = (("down", Matrix), ("up", Matrix), ("inject", Matrix), ("norm", ctypes.c_void_p))
+
+
+class Lexical(ctypes.Structure):
+    """``pllm_lexical``."""
+
+    _fields_ = (
+        ("key", Matrix),
+        ("value", Matrix),
+        ("key_norm", ctypes.c_void_p),
+        ("query_norm", ctypes.c_void_p),
+        ("input_norm", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+    )
+
+
 class Heads(ctypes.Structure):
     """``pllm_heads``."""
 
@@ -132,6 +162,10 @@ class TrunkLayer(ctypes.Structure):
         ("expert_scale", ctypes.c_void_p),
         ("norms", ctypes.POINTER(Norms)),
         ("own_input", ctypes.POINTER(OwnInput)),
+        ("blocks", ctypes.POINTER(Blocks)),
+        ("attention_streams", ctypes.POINTER(Streams)),
+        ("ffn_streams", ctypes.POINTER(Streams)),
+        ("lexical", ctypes.POINTER(Lexical)),
         ("experts", ctypes.c_void_p),
         ("shared", ctypes.c_void_p),
         ("counts", ctypes.c_void_p),
@@ -143,6 +177,7 @@ class TrunkLayer(ctypes.Structure):
         ("window", ctypes.c_int64),
         ("kind", ctypes.c_int64),
         ("place", ctypes.c_int64),
+        ("lexical_place", ctypes.c_int64),
         ("chunked", ctypes.c_int32),
         ("grown", ctypes.c_int32),
     )
@@ -156,6 +191,7 @@ class Trunk(ctypes.Structure):
         ("embedding", Matrix),
         ("head", Matrix),
         ("final_norm", ctypes.c_void_p),
+        ("final_streams", ctypes.POINTER(Streams)),
         ("own_embedding", Matrix),
         ("own_projection", Matrix),
         ("own_norm", ctypes.c_void_p),
@@ -176,6 +212,15 @@ class Trunk(ctypes.Structure):
         ("delta_ranks", ctypes.c_int64),
         ("convolution_layers", ctypes.c_int64),
         ("convolution_taps", ctypes.c_int64),
+        ("streams", ctypes.c_int64),
+        ("stream_rank", ctypes.c_int64),
+        ("block_heads", ctypes.c_int64),
+        ("block_width", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("block_budget", ctypes.c_int64),
+        ("lexical_width", ctypes.c_int64),
+        ("lexical_taps", ctypes.c_int64),
+        ("lexical_apart", ctypes.c_int64),
         ("latent_plain", ctypes.c_int64),
         ("latent_values", ctypes.c_int64),
         ("latent_rank", ctypes.c_int64),
@@ -192,6 +237,7 @@ class Trunk(ctypes.Structure):
         ("group_best", ctypes.c_int32),
         ("softplus_gates", ctypes.c_int32),
         ("gated_queries", ctypes.c_int32),
+        ("sigmoid_gates", ctypes.c_int32),
         ("delta_kind", ctypes.c_int32),
         ("tiled_heads", ctypes.c_int32),
         ("parallel", ctypes.c_int32),
@@ -224,6 +270,8 @@ class CSegment(ctypes.Structure):
         ("values", ctypes.c_void_p * HEAD_KINDS),
         ("key_stride", ctypes.c_int64 * HEAD_KINDS),
         ("value_stride", ctypes.c_int64 * HEAD_KINDS),
+        ("blocks", ctypes.c_void_p),
+        ("block_stride", ctypes.c_int64),
         ("capacity", ctypes.c_int64),
         ("offset", ctypes.c_int64),
         ("start", ctypes.c_int64),
@@ -243,9 +291,12 @@ class Pass(ctypes.Structure):
     _fields_ = (
         ("ids", ctypes.c_void_p),
         ("given", ctypes.c_void_p),
+        ("lexical", ctypes.c_void_p),
         ("seen", ctypes.c_void_p),
         ("cosine", ctypes.c_void_p * HEAD_KINDS),
         ("sine", ctypes.c_void_p * HEAD_KINDS),
+        ("block_cosine", ctypes.c_void_p),
+        ("block_sine", ctypes.c_void_p),
         ("query_scale", ctypes.c_void_p),
         ("segments", ctypes.POINTER(CSegment)),
         ("logits", ctypes.c_void_p),

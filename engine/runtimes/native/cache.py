@@ -42,6 +42,8 @@ class AlikeLayers:
     width: int
     value_width: int
     window: int = 0
+    plain: bool = False
+    """Whether what is kept is plain numbers, by position, whatever the format of the page: in float32 or bfloat16."""
 
     def first_seen(self, position: int) -> int:
         """The oldest position that a query at ``position`` sees."""
@@ -53,12 +55,14 @@ class PageShape:
     """The layout of a position: keys and values of all layers with attention, stored in ``number_format`` (``BF16``,
     ``F32``, ``Q8_0`` or ``Q4_0``).
 
-    Without ``has_values`` the keys are also the values.
+    Without ``has_values`` the keys are also the values. ``blocks``: the keys by which attention chooses blocks of
+    positions; None where it sees all.
     """
 
     alike: tuple[AlikeLayers, ...]
     number_format: str
     has_values: bool = True
+    blocks: AlikeLayers | None = None
 
     @property
     def arrays(self) -> tuple[tuple[str, AlikeLayers], ...]:
@@ -69,16 +73,19 @@ class PageShape:
             held.append(("keys", alike))
             if self.has_values:
                 held.append(("values", replace(alike, width=alike.value_width)))
-        return tuple(held)
+        return tuple(held if self.blocks is None else [*held, ("blocks", self.blocks)])
 
-    def block_bytes(self, width: int) -> int:
-        """Bytes of KEY_BLOCK positions of the keys, or the values, of one head of ``width``. Packed ones
-        include the scales."""
-        return KEY_BLOCK * stored_bytes(self.number_format, (width,))
+    def format_of(self, alike: AlikeLayers) -> str:
+        """The format in which an array of ``alike`` is."""
+        return "BF16" if alike.plain and self.number_format != "F32" else self.number_format
+
+    def block_bytes(self, alike: AlikeLayers) -> int:
+        """Bytes of KEY_BLOCK positions of what one head of ``alike`` keeps. Packed ones include the scales."""
+        return KEY_BLOCK * stored_bytes(self.format_of(alike), (alike.width,))
 
     def array_bytes(self, alike: AlikeLayers) -> int:
         """Bytes of one position in one array."""
-        return alike.layers * alike.heads * stored_bytes(self.number_format, (alike.width,))
+        return alike.layers * alike.heads * self.block_bytes(alike) // KEY_BLOCK
 
     @property
     def token_bytes(self) -> int:
@@ -116,7 +123,7 @@ class Page:
         capacity = _whole_blocks(capacity)
         word = words_dtype(shape.number_format)
         blocks = capacity // KEY_BLOCK
-        sizes = [(rows, alike.layers, alike.heads, blocks, shape.block_bytes(alike.width)) for _, alike in shape.arrays]
+        sizes = [(rows, alike.layers, alike.heads, blocks, shape.block_bytes(alike)) for _, alike in shape.arrays]
         self._mappings = [_untouched(math.prod(size)) for size in sizes]
         self.arrays = tuple(
             np.frombuffer(mapping, word).reshape(*size[:-1], -1)
@@ -139,7 +146,7 @@ class Page:
             self.forgotten[index], self.unseen_from = unseen, length
             if _GIVEN_BACK is None:
                 continue
-            nbytes = self.shape.block_bytes(alike.width)
+            nbytes = self.shape.block_bytes(alike)
             whole = blocks * nbytes
             for head in range(self.rows * alike.layers * alike.heads) if unseen < blocks else ():
                 # A page of memory that the last call left, because it was half of use, is unused now.
@@ -221,6 +228,9 @@ class Segments:
                 entry.keys[kind], entry.values[kind] = keys.ctypes.data, values.ctypes.data
                 if self.rows > 1 and page.rows > 1:
                     entry.key_stride[kind], entry.value_stride[kind] = keys.strides[0], values.strides[0]
+            if self.shape.blocks is not None:
+                entry.blocks = page.arrays[-1].ctypes.data
+                entry.block_stride = page.arrays[-1].strides[0] if self.rows > 1 and page.rows > 1 else 0
             entry.capacity, entry.offset = page.capacity, segment.offset
             entry.start, entry.count = segment.start, segment.count
         return table, len(self._segments)
@@ -336,7 +346,7 @@ class Segments:
         def read(array: NDArray[Any], name: str, alike: AlikeLayers, forgotten: int, filled: int) -> Bytes:
             blocks = array[0, :, :, forgotten : -(-filled // KEY_BLOCK)].copy()
             if filled % KEY_BLOCK and blocks.size:
-                _clear(blocks[:, :, -1], filled % KEY_BLOCK, self.shape.number_format, alike.width, name == "keys")
+                _clear(blocks[:, :, -1], filled % KEY_BLOCK, self.shape.number_format, alike, name == "keys")
             return as_bytes(blocks)
 
         reads: list[Callable[[], Bytes]] = [
@@ -430,18 +440,21 @@ def _parts(shape: PageShape, length: int, states: Sequence[int], forgotten: Sequ
         count = min(_whole_blocks(_room_from(start)), length - start)
         for name, alike in shape.arrays:
             blocks = -(-count // KEY_BLOCK) - next(gone, 0)
-            size = (alike.layers, alike.heads, blocks, shape.block_bytes(alike.width))
+            size = (alike.layers, alike.heads, blocks, shape.block_bytes(alike))
             parts.append(RowPart(f"{name} from {start}", "uint8", size))
         start += count
     return parts + [RowPart(f"states {index}", "float32", (numbers,)) for index, numbers in enumerate(states)]
 
 
-def _clear(block: NDArray[Any], filled: int, number_format: str, width: int, keys: bool) -> None:
+def _clear(block: NDArray[Any], filled: int, number_format: str, alike: AlikeLayers, keys: bool) -> None:
     """Zero the positions after the first ``filled`` of ``block`` [layers, heads, words], which trunk.h describes.
 
     Positions that were cut off are not part of the row. ``keys``: the block contains keys, not values.
     """
-    places = block.shape[:2]
+    places, width = block.shape[:2], alike.width
+    if alike.plain:
+        block.reshape(*places, KEY_BLOCK, -1)[:, :, filled:] = 0
+        return
     if number_format == "F32":
         if keys:
             block.reshape(*places, width, KEY_BLOCK)[..., filled:] = 0

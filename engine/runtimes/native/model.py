@@ -23,6 +23,7 @@ from engine.runtimes.common.model import LocalModel, LocalRows
 from engine.runtimes.native.bindings import MEANING, PARTS, STEPS_TOGETHER, STOPPED, Pass, Stop, native
 from engine.runtimes.native.cache import AlikeLayers, PageShape, Segments, States
 from engine.runtimes.native.inputs import Angles, PassInputs, pieces, query_scales
+from engine.runtimes.native.lexicon import Lexicon
 from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.rotary import Rotary
 from engine.runtimes.native.shape import Shape
@@ -120,7 +121,10 @@ class NativeModel(LocalModel):
             )
             for kind, heads in enumerate(shape.kinds)
         ]
-        self._page_shape = PageShape(tuple(alike), opened.cache_format, has_values=shape.latent is None)
+        chooses = shape.blocks
+        blocks = None if chooses is None else AlikeLayers(alike[0].layers, 1, chooses.width, chooses.width, plain=True)
+        self._page_shape = PageShape(tuple(alike), opened.cache_format, shape.latent is None, blocks)
+        self._lexicon = None if shape.lexical is None else Lexicon(shape, opened.files)
         self._workspaces: list[NDArray[np.uint8]] = []
         """Workspaces that no pass uses."""
 
@@ -153,7 +157,7 @@ class NativeModel(LocalModel):
 
     def close(self) -> None:
         super().close()
-        self._weights = self._ring = self._files = None
+        self._weights = self._ring = self._files = self._lexicon = None
         self._workspaces.clear()
 
     @property
@@ -235,15 +239,21 @@ class NativeModel(LocalModel):
         logits: Logits | None,
         begins: bool,
     ) -> None:
-        library, layers, weights = native(), self._shape.layers, call.weights
         rows, count = inputs.ids.shape
         growth = query_scales(self._shape, start, count)
+        # Another pass, between layers of this one, may bring longer arrays.
+        cosine, sine = self._angles[0].cosine, self._angles[0].sine
+        lexicon = self._lexicon
+        lexical = None if lexicon is None or states is None else lexicon.read(inputs.ids, states[0])
         the_pass = Pass(
             ids=inputs.ids.ctypes.data,
             given=None if inputs.given is None else inputs.given.ctypes.data,
             seen=None if inputs.ends is None else inputs.ends.ctypes.data,
-            cosine=tuple(cosine.ctypes.data for cosine in inputs.cosine),
-            sine=tuple(sine.ctypes.data for sine in inputs.sine),
+            cosine=tuple(each.ctypes.data for each in inputs.cosine),
+            sine=tuple(each.ctypes.data for each in inputs.sine),
+            lexical=None if lexical is None else lexical.embeddings.ctypes.data,
+            block_cosine=cosine.ctypes.data,
+            block_sine=sine.ctypes.data,
             query_scale=None if growth is None else growth.ctypes.data,
             segments=table,
             logits=None if logits is None else logits.ctypes.data,
@@ -254,13 +264,20 @@ class NativeModel(LocalModel):
             rows=rows,
             tokens=count,
             start=start,
-            last_layer=layers,
+            last_layer=self._shape.layers,
             as_steps=call.as_steps,
             given_id=inputs.given_id,
         )
         address = ctypes.addressof(the_pass)
-        needed = library.pllm_trunk_bytes(weights.address, address, self._pool.threads)
+        needed = native().pllm_trunk_bytes(call.weights.address, address, self._pool.threads)
         the_pass.workspace = call.workspace.room(needed)
+        self._run_pass(call, the_pass, begins)
+        if lexicon is not None and lexical is not None and states is not None:
+            lexicon.keep(lexical, states[1])
+
+    def _run_pass(self, call: _Call, the_pass: Pass, begins: bool) -> None:
+        """Run a described pass, here or with the ring, which others may run between its layers."""
+        library, layers, weights, address = native(), self._shape.layers, call.weights, ctypes.addressof(the_pass)
         check = self.between_layers if call.phase == "prefill" else None
         if self._ring is not None:
             self._ring.run(self._pool.handle, weights.address, the_pass, weights.shared_layers, check, begins)

@@ -193,6 +193,8 @@ def unsupported_reason(
 
 def _unsupported_storage(files: ModelFiles, request: Load) -> str | None:
     for name, tensor in files.trunk():
+        if tensor.dtype == "I64":
+            continue  # whole numbers, which are compared and not computed with
         if tensor.dtype not in FORMATS:
             return f"the tensor {name} is stored as {tensor.dtype}"
         reason = _unreadable(tensor)

@@ -25,7 +25,9 @@ from engine.models.architectures.families import (
     stated_experts_per_token,
 )
 from engine.models.architectures.layer_rules import NETWORKS, check_kinds
+from engine.models.architectures.ngrams import NgramHash, ngram_hashes
 from engine.models.architectures.record import (
+    BlockChoice,
     DecoderRecord,
     DeltaSizes,
     Family,
@@ -37,6 +39,7 @@ from engine.models.architectures.record import (
     RouterRecord,
     Scoring,
     SharedExpert,
+    StreamSizes,
     switched,
 )
 from engine.models.folders.sizes import STATE_COLUMNS
@@ -124,6 +127,33 @@ class ConvolutionShape:
 
     layers: tuple[int, ...]
     taps: int
+
+
+@dataclass(frozen=True)
+class LexicalShape:
+    """Embeddings of n-grams, ``width`` numbers for a token, that ``layers`` add to the residual streams: a convolution
+    of ``channels`` over ``taps`` tokens, as far apart as the longest n-gram has tokens. ``hashes``: how each layer
+    finds rows of its table."""
+
+    layers: tuple[int, ...]
+    hashes: tuple[NgramHash, ...]
+    width: int
+    taps: int
+    channels: int
+
+    @property
+    def apart(self) -> int:
+        return self.hashes[0].tokens
+
+    @property
+    def context(self) -> int:
+        """Tokens before a token that its n-grams reach back to."""
+        return self.apart - 1
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers that are kept for one row: the last inputs of the convolutions, and the last tokens."""
+        return len(self.layers) * (self.taps - 1) * self.apart * self.channels + self.context
 
 
 @dataclass(frozen=True)
@@ -248,6 +278,11 @@ class Shape:
     delta: DeltaShape | None
     latent: LatentShape | None
     convolution: ConvolutionShape | None
+    streams: StreamSizes | None
+    """Residual streams in place of norms; None: there is one stream."""
+    lexical: LexicalShape | None
+    blocks: BlockChoice | None
+    """The choice of the blocks that attention sees; None: it sees all."""
     names: Mapping[str, str]
     """Parts of the usual names of tensors, and their replacements in this model."""
 
@@ -263,7 +298,8 @@ class Shape:
         """Numbers that layers without keys and values keep for one row."""
         if self.convolution is not None:
             return len(self.convolution.layers) * (self.convolution.taps - 1) * self.hidden
-        return 0 if self.delta is None else self.delta.state_numbers
+        nets = 0 if self.delta is None else self.delta.state_numbers
+        return nets if self.lexical is None else nets + self.lexical.state_numbers
 
     def layers_of(self, kind: int) -> tuple[int, ...]:
         """The layers that keep keys and values of heads of ``kind``."""
@@ -278,8 +314,12 @@ class Shape:
 
     def key_value_bytes(self, number_format: str, windowed: bool = False) -> int:
         """Bytes that one token adds to the cache, or to that of layers with a sliding window alone. With latents, keys
-        are also the values."""
-        return sum(
+        are also the values; keys by which blocks are chosen are never packed."""
+        chosen = 0
+        if self.blocks is not None and not windowed:
+            plain = "F32" if number_format == "F32" else "BF16"
+            chosen = len(self.attention_layers) * stored_bytes(plain, (self.blocks.width,))
+        return chosen + sum(
             len(self.layers_of(kind)) * heads.key_value_heads * stored_bytes(number_format, (width,))
             for kind, heads in enumerate(self.kinds)
             for width in (heads.widths if self.latent is None else heads.widths[:1])
@@ -363,6 +403,9 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         delta=_read_delta(config, decoder, layers) if decoder.mixer in ("delta-net", "mamba") else None,
         latent=latent,
         convolution=_read_convolution(config, layers) if decoder.mixer == "convolution" else None,
+        streams=None if decoder.streams is None else decoder.streams(config),
+        lexical=_read_lexical(config, decoder, layers),
+        blocks=None if decoder.blocks is None else decoder.blocks(config),
         names=decoder.names,
     )
 
@@ -434,6 +477,22 @@ def _networks(config: Mapping[str, Any], decoder: DecoderRecord, layers: int) ->
 
 def _read_convolution(config: Mapping[str, Any], layers: int) -> ConvolutionShape:
     return ConvolutionShape(_layers_of_kind(config, layers, "conv"), whole_number(config, "conv_L_cache"))
+
+
+def _read_lexical(config: Mapping[str, Any], decoder: DecoderRecord, layers: int) -> LexicalShape | None:
+    sizes = decoder.lexical(config)
+    if sizes is None:
+        return None
+    others = set(sizes.layers).difference(_layers_of_kind(config, layers, "linear_attention"))
+    if others:
+        raise damaged(f"config.json adds embeddings of n-grams to layer {min(others) + 1}, which has no delta-net")
+    hashes = ngram_hashes(config)
+    if sizes.width % len(hashes[0].sizes):
+        raise damaged(
+            f"config.json gives {sizes.width} numbers of {len(hashes[0].sizes)} heads for ple_embed_dim, which do not "
+            "fit together"
+        )
+    return LexicalShape(sizes.layers, hashes, sizes.width, sizes.taps, sizes.channels)
 
 
 def _even(config: Mapping[str, Any], key: str) -> int:
@@ -634,7 +693,8 @@ def _unsupported_mixer(config: Mapping[str, Any], decoder: DecoderRecord, activa
         return f"its convolutions {'have biases' if config.get('conv_bias') else 'are over one token'}"
     if decoder.mixer == "delta-net":
         with contextlib.suppress(ModelError):
-            return _too_many_taps(decoder.delta(config).taps)
+            lexical = decoder.lexical(config)
+            return _too_many_taps(max(decoder.delta(config).taps, 0 if lexical is None else lexical.taps))
     return None
 
 

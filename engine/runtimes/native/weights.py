@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError, damaged
-from engine.models.architectures.record import LATENTS, renamed
+from engine.models.architectures.ngrams import NgramHash
+from engine.models.architectures.record import LATENTS, BlockChoice, StreamSizes, renamed
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.formats.number_formats import fp8_side, is_packed
 from engine.moe.kernels.bindings import ACTIVATIONS, FORMATS, CActivation, KernelChoice, Matrix, load
@@ -20,16 +21,19 @@ from engine.runtimes.native.bindings import (
     DELTA_KINDS,
     HEAD_NORMS,
     SCORINGS,
+    Blocks,
     Convolution,
     Delta,
     Heads,
     Latent,
+    Lexical,
     Norms,
     OwnInput,
+    Streams,
     Trunk,
     TrunkLayer,
 )
-from engine.runtimes.native.shape import ConvolutionShape, DeltaShape, LatentShape, Shape
+from engine.runtimes.native.shape import ConvolutionShape, DeltaShape, LatentShape, LexicalShape, Shape
 
 
 def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
@@ -221,7 +225,10 @@ class TrunkWeights:
             layers=self._layers,
             embedding=matrix(embedding),
             head=matrix(head),
-            final_norm=self._norm("model.norm.weight", shape.hidden),
+            final_norm=None if shape.streams is not None else self._norm("model.norm.weight", shape.hidden),
+            final_streams=None
+            if shape.streams is None
+            else self._mixer("model.hyper_connection_mixer.", shape.streams),
             layer_count=shape.layers,
             hidden=shape.hidden,
             heads=shape.heads,
@@ -237,6 +244,15 @@ class TrunkWeights:
             delta_ranks=0 if delta is None else 2 * delta.rank,
             convolution_layers=0 if convolution is None else len(convolution.layers),
             convolution_taps=0 if convolution is None else convolution.taps,
+            streams=1 if shape.streams is None else shape.streams.count,
+            stream_rank=0 if shape.streams is None else shape.streams.rank,
+            block_heads=0 if shape.blocks is None else shape.blocks.heads,
+            block_width=0 if shape.blocks is None else shape.blocks.width,
+            block_size=0 if shape.blocks is None else shape.blocks.size,
+            block_budget=0 if shape.blocks is None else shape.blocks.budget,
+            lexical_width=0 if shape.lexical is None else shape.lexical.width,
+            lexical_taps=0 if shape.lexical is None else shape.lexical.taps,
+            lexical_apart=0 if shape.lexical is None else shape.lexical.apart,
             latent_plain=0 if latent is None else latent.plain,
             latent_values=0 if latent is None else latent.values,
             latent_rank=0 if latent is None else latent.query_rank,
@@ -253,6 +269,7 @@ class TrunkWeights:
             group_best=routing.group_best,
             softplus_gates=int(shape.gate_heads is not None and shape.gate_heads.softplus),
             gated_queries=int(delta is not None and delta.kind == "delta-net"),
+            sigmoid_gates=int(delta is not None and delta.sigmoid_gates),
             delta_kind=0 if delta is None else DELTA_KINDS[delta.kind],
             tiled_heads=int(delta is not None and _tiled(files, delta)),
             parallel=int(shape.norms == "beside"),
@@ -303,11 +320,16 @@ class TrunkWeights:
             self._fill_latent(index, layer, shape.latent)
         else:
             self._fill_attention(index, layer)
-        if shape.norms != "after":
+        if shape.streams is not None:
+            layer.attention_streams = self._mixer(prefix + "attn_hyper_connection.", shape.streams, injects=True)
+            layer.ffn_streams = self._mixer(prefix + "mlp_hyper_connection.", shape.streams, injects=True)
+        if shape.lexical is not None and index in shape.lexical.layers:
+            self._fill_lexical(prefix + "ple.", layer, shape.lexical, index)
+        if shape.norms not in ("after", "streams"):
             layer.attention_norm = self._norm(prefix + "input_layernorm.weight", shape.hidden)
         if shape.norms == "before":
             layer.ffn_norm = self._norm(prefix + "post_attention_layernorm.weight", shape.hidden)
-        elif shape.norms not in ("beside", "single"):
+        elif shape.norms not in ("beside", "single", "streams"):
             self._fill_norms(index, layer)
         if shape.own_width:
             self._fill_own_input(prefix, layer)
@@ -361,8 +383,75 @@ class TrunkWeights:
                 layer.key_norm = self._norm(attention + "k_norm.weight", keys if whole else heads.width)
         if shape.value_norm:
             layer.value_norm = tensors.keep(np.ones(heads.value_width, np.float32))
+        if shape.blocks is not None:
+            layer.blocks = self._blocks(attention + "indexer.", shape.blocks)
         layer.window = shape.windows[index]
         layer.place = shape.layers_of(layer.kind).index(shape.keys_of[index])
+
+    def _blocks(self, prefix: str, blocks: BlockChoice) -> Any:
+        """What chooses the blocks that a layer's attention sees."""
+        tensors, hidden, queries = self._tensors, self._shape.hidden, blocks.heads * blocks.width
+        name = prefix + "index_qk_proj.{}weight"
+        rows = (queries, blocks.width)
+        if tensors.has(name.format("q.")):
+            query, key = (
+                tensors.take([name.format(f"{part}.")], (count, hidden)) for part, count in zip("qk", rows, strict=True)
+            )
+        else:
+            query, key = tensors.parts(name.format(""), rows, hidden)
+        filled = Blocks(
+            query=matrix(query),
+            key=matrix(key),
+            query_norm=self._norm(prefix + "q_layernorm.weight", blocks.width),
+            key_norm=self._norm(prefix + "k_layernorm.weight", blocks.width),
+        )
+        tensors.kept.append(filled)
+        return ctypes.pointer(filled)
+
+    def _mixer(self, prefix: str, streams: StreamSizes, injects: bool = False) -> Any:
+        """How residual streams are read, and with ``injects`` added to."""
+        tensors, columns = self._tensors, streams.count * self._shape.hidden
+        filled = Streams(
+            down=tensors.matrix([prefix + "input_mix_weight_down.weight"], streams.rank, columns),
+            up=tensors.matrix([prefix + "input_mix_weight_up.weight"], columns, streams.rank),
+            norm=self._norm(prefix + "hc_norm.weight", columns),
+        )
+        if injects:
+            filled.inject = tensors.matrix([prefix + "block_inject_weight.weight"], streams.count, columns)
+        tensors.kept.append(filled)
+        return ctypes.pointer(filled)
+
+    def _fill_lexical(self, prefix: str, layer: TrunkLayer, lexical: LexicalShape, index: int) -> None:
+        """What a layer makes of embeddings of n-grams."""
+        tensors, columns = self._tensors, lexical.channels
+        layer.lexical_place = lexical.layers.index(index)
+        self._check_hash(prefix + "ple_embedding.", lexical.hashes[layer.lexical_place])
+        filled = Lexical(
+            key=tensors.matrix([prefix + "key_proj.weight"], columns, lexical.width),
+            value=tensors.matrix([prefix + "value_proj.weight"], self._shape.hidden, lexical.width),
+            key_norm=self._norm(prefix + "norm_key.weight", columns),
+            query_norm=self._norm(prefix + "norm_query.weight", columns),
+            input_norm=self._norm(prefix + "norm_conv.weight", columns),
+            kernel=tensors.taps([prefix + "conv1d.weight"], [columns], lexical.taps),
+        )
+        tensors.kept.append(filled)
+        layer.lexical = ctypes.pointer(filled)
+
+    def _check_hash(self, prefix: str, own: NgramHash) -> None:
+        """Raises ModelError if the files have other numbers of a table's hash than follow from the settings."""
+        for name, numbers in (
+            ("layer_multipliers", own.multipliers),
+            ("ngram_heads_vocab_sizes", own.sizes),
+            ("ngram_heads_offsets", own.offsets),
+        ):
+            if not self._tensors.has(prefix + name):
+                continue
+            stored = self._tensors.take([prefix + name], (len(numbers),))
+            if stored.words.view(np.int64).tolist() != list(numbers):
+                raise ModelError(
+                    f"Tensor {prefix}{name} has other numbers than config.json's seed and sizes of tables give; the "
+                    "files do not belong together: fetch the model again."
+                )
 
     def _fill_norms(self, index: int, layer: TrunkLayer) -> None:
         """The norms of what a layer's parts give."""

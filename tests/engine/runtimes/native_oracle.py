@@ -78,6 +78,7 @@ FAMILIES = (
     "cohere2_moe",
     "mimo_v2_flash",
     "mistral4",
+    "qwen4_exp_text",
 )
 GGUF_FAMILIES = tuple(family for family in FAMILIES if family in ARCHITECTURES)
 """Those of them whose GGUF files run."""

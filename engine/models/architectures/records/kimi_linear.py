@@ -60,7 +60,7 @@ def _renamed(config: Config) -> dict[str, Any]:
 def _sizes(config: Config) -> DeltaSizes:
     heads, width = whole_number(config, "linear_num_heads"), whole_number(config, "linear_head_dim")
     taps = whole_number(config, "linear_conv_kernel_dim")
-    return DeltaSizes(heads, heads, width, width, taps, wide_decays=True, rank=width)
+    return DeltaSizes(heads, heads, width, width, taps, wide_decays=True, sigmoid_gates=True, rank=width)
 
 
 def _kind(config: Config, layer: int) -> str:

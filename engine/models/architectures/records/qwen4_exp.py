@@ -1,13 +1,25 @@
 """Qwen3.8-Flash-Next without pictures (transformers' qwen4_exp): delta-nets, attention to chosen blocks, embeddings of
 n-grams, and several residual streams."""
 
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import damaged, shown
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.layer_rules import full_at_intervals
 from engine.models.architectures.parts import QWEN
-from engine.models.architectures.record import Config, DecoderRecord, Family, LexicalSizes, MoeRecord, RouterRecord
+from engine.models.architectures.record import (
+    BlockChoice,
+    Config,
+    DecoderRecord,
+    DeltaSizes,
+    Family,
+    LexicalSizes,
+    MoeRecord,
+    RouterRecord,
+    StreamSizes,
+    delta_sizes,
+)
 
 
 def _renamed(config: Config) -> Config:
@@ -32,8 +44,35 @@ def _lexical(config: Config) -> LexicalSizes | None:
         layers=tuple(sorted({layer - 1 for layer in layers})),
         tokens=whole_number(config, "ngram_size", minimum=2, maximum=_MOST_TOKENS),
         taps=whole_number(config, "ple_conv_kernel_size", maximum=_MOST_TOKENS),
-        channels=whole_number(config, "hc_count", minimum=2, maximum=_MOST_STREAMS)
-        * whole_number(config, "hidden_size"),
+        channels=_streams(config).count * whole_number(config, "hidden_size"),
+        width=whole_number(config, "ple_embed_dim", "hidden_size"),
+    )
+
+
+def _streams(config: Config) -> StreamSizes:
+    return StreamSizes(
+        whole_number(config, "hc_count", minimum=2, maximum=_MOST_STREAMS), whole_number(config, "hc_lowrank")
+    )
+
+
+def _delta(config: Config) -> DeltaSizes:
+    gate = config.get("output_gate_type")
+    if gate not in (None, "silu", "sigmoid"):
+        raise damaged(f"config.json gives {shown(gate)} for output_gate_type, which must be silu or sigmoid")
+    return replace(delta_sizes(config), sigmoid_gates=gate == "sigmoid")
+
+
+def _blocks(config: Config) -> BlockChoice:
+    if config.get("indexer_kv_heads") not in (None, 1):
+        raise damaged(f"config.json gives {shown(config['indexer_kv_heads'])} for indexer_kv_heads, which must be 1")
+    size, budget = whole_number(config, "indexer_compress_ratio"), whole_number(config, "indexer_budget")
+    if budget % size:
+        raise damaged(f"config.json gives {budget} for indexer_budget, which must be a multiple of {size}")
+    return BlockChoice(
+        heads=whole_number(config, "indexer_n_heads"),
+        width=whole_number(config, "indexer_head_dim"),
+        size=size,
+        budget=budget,
     )
 
 
@@ -56,6 +95,8 @@ _DEFAULTS: dict[str, Any] = {
     "ple_conv_kernel_size": 4,
     "ngram_size": 3,
     "heads_per_ngram": 8,
+    "ngram_vocab_size_base": 20_000_000,
+    "seed": 1234,
 }
 
 FAMILIES = (
@@ -66,12 +107,16 @@ FAMILIES = (
         renamed=_renamed,
         decoder=DecoderRecord(
             mixer="delta-net",
+            norms="streams",
             offset_norms=True,
             layer_kind=full_at_intervals,
             head_norm="per-head",
-            rotated=0.25,
+            rotated=1.0,
             index_width="indexer_head_dim",
             lexical=_lexical,
+            streams=_streams,
+            blocks=_blocks,
+            delta=_delta,
         ),
         moe=MoeRecord(
             QWEN,
@@ -82,7 +127,6 @@ FAMILIES = (
         ),
         unused=("mtp.",),
         tables=(".ngram_embedding.",),
-        native=False,
         tokenizer_class="Qwen3_5Tokenizer",
         tokenizer_overridden=("qwen4_exp",),
     ),

@@ -332,6 +332,15 @@ static void NAME(bend)(float *scores, int64_t count, float cap) {
     }
 }
 
+/* Takes what is not chosen from the scores of positions low..high). */
+static void NAME(hide)(const attention *a, const uint8_t *chosen, float *scores, int64_t low, int64_t high) {
+    for (int64_t at = low, end; at < high; at = end) {
+        const int64_t block = (at - a->chosen_start) / a->chosen_size;
+        end = MIN((block + 1) * a->chosen_size + a->chosen_start, high);
+        for (int64_t k = at; !chosen[block] && k < end; k++) scores[k - low] = -INFINITY;
+    }
+}
+
 /* Turns the scores of positions tile..tile + SCORE_TILE) into weights, and rescales what was added up before. */
 static void NAME(soften)(const attention *a, int64_t i, int64_t tile, int64_t from, int64_t to, int64_t end) {
     float *scores = a->scores + i * SCORE_TILE;
@@ -341,6 +350,7 @@ static void NAME(soften)(const attention *a, int64_t i, int64_t tile, int64_t fr
     if (low == high) return;
     float *visible = scores + (low - tile);
     const int64_t count = high - low;
+    if (a->chosen && a->chosen[i]) NAME(hide)(a, a->chosen[i], visible, low, high);
     float most = a->maximum[i];
     int64_t k = 0;
     if (count >= LANES) {
@@ -351,6 +361,10 @@ static void NAME(soften)(const attention *a, int64_t i, int64_t tile, int64_t fr
         for (int j = 0; j < LANES; j++) most = MAX(most, parts[j]);
     }
     for (; k < count; k++) most = MAX(most, visible[k]);
+    if (a->chosen && most == -INFINITY) { /* nothing is seen so far */
+        for (k = 0; k < count; k++) visible[k] = 0;
+        return;
+    }
     if (most > a->maximum[i]) {
         const float shrink = a->maximum[i] == -INFINITY ? 0.0f : expf(a->maximum[i] - most);
         a->maximum[i] = most;
@@ -452,6 +466,31 @@ static void NAME(turn_keys)(const attention *a, const void *from, int64_t blocks
     }
 }
 
+/* The blocks of PLLM_KEY_BLOCK positions of a tile, as bits, that some query sees. Leaving out the others changes no bit of
+   what comes out: their weights are 0. */
+static uint32_t NAME(seen_blocks)(const attention *a, int64_t tile, int64_t from, int64_t to) {
+    const uint32_t every = (uint32_t)((1ULL << divided_up(to - tile, PLLM_KEY_BLOCK)) - 1);
+    uint32_t seen = 0;
+    for (int64_t i = 0; a->chosen && i < a->count; i++) {
+        if (!a->chosen[i]) return every;
+        if (i > 0 && a->chosen[i] == a->chosen[i - 1]) continue;
+        for (int64_t at = from, end; at < to; at = end) {
+            const int64_t block = (at - a->chosen_start) / a->chosen_size;
+            end = MIN((block + 1) * a->chosen_size + a->chosen_start, to);
+            for (int64_t k = (at - tile) / PLLM_KEY_BLOCK; a->chosen[i][block] && k <= (end - 1 - tile) / PLLM_KEY_BLOCK; k++)
+                seen |= 1U << k;
+        }
+    }
+    return a->chosen ? seen : every;
+}
+
+/* The next run of blocks in `seen`, behind block `*end`; 0 if there is none. */
+static int NAME(next_run)(uint32_t seen, int64_t *begin, int64_t *end) {
+    for (*begin = *end; *begin < SCORE_TILE / PLLM_KEY_BLOCK && !(seen >> *begin & 1);) ++*begin;
+    for (*end = *begin; *end < SCORE_TILE / PLLM_KEY_BLOCK && seen >> *end & 1;) ++*end;
+    return *begin < *end;
+}
+
 static void NAME(attend)(const attention *a) {
     const int half = a->dtype != PLLM_F32;
     const int64_t row = cached_bytes(a->dtype, a->width), value_row = cached_bytes(a->dtype, a->value_width);
@@ -463,20 +502,37 @@ static void NAME(attend)(const attention *a) {
     if (half) NAME(pack_queries)(a);
     for (int64_t tile = first / PLLM_KEY_BLOCK * PLLM_KEY_BLOCK; tile < last; tile += SCORE_TILE) {
         const int64_t from = MAX(tile, first), to = MIN(tile + SCORE_TILE, last);
-        const int64_t blocks = divided_up(to - tile, PLLM_KEY_BLOCK), end = tile + blocks * PLLM_KEY_BLOCK;
-        const void *keys = NAME(readable)(a, (const char *)a->keys + tile * row, blocks, 0), *values = a->turned;
-        (half ? NAME(scores_bf16) : NAME(scores_f32))(a, keys, blocks);
+        const int64_t end = tile + divided_up(to - tile, PLLM_KEY_BLOCK) * PLLM_KEY_BLOCK;
+        const uint32_t seen = NAME(seen_blocks)(a, tile, from, to);
+        if (!seen) continue;
+        const void *keys = NULL;
+        int runs = 0;
+        for (int64_t begin, behind = 0; NAME(next_run)(seen, &begin, &behind); runs++) {
+            attention part = *a;
+            part.scores += begin * PLLM_KEY_BLOCK;
+            keys = NAME(readable)(a, (const char *)a->keys + (tile + begin * PLLM_KEY_BLOCK) * row, behind - begin, 0);
+            (half ? NAME(scores_bf16) : NAME(scores_f32))(&part, keys, behind - begin);
+        }
         for (int64_t i = 0; i < a->count; i++) {
             if (a->cap > 0) NAME(bend)(a->scores + i * SCORE_TILE, end - tile, a->cap);
             NAME(soften)(a, i, tile, from, to, end);
             if (half) NAME(pack_weights)(a, i, end - tile);
         }
-        if (!a->values) {
-            NAME(turn_keys)(a, keys, blocks, half);
-        } else {
-            values = NAME(readable)(a, (const char *)a->values + tile * value_row, blocks, 1);
+        for (int64_t begin, behind = 0; NAME(next_run)(seen, &begin, &behind);) {
+            const int64_t start = tile + begin * PLLM_KEY_BLOCK, count = behind - begin;
+            const void *values = a->turned;
+            attention part = *a;
+            part.scores += begin * PLLM_KEY_BLOCK;
+            part.packed_weights += begin * PLLM_KEY_BLOCK / 2;
+            if (!a->values) {
+                if (runs > 1) keys = NAME(readable)(a, (const char *)a->keys + start * row, count, 0);
+                NAME(turn_keys)(a, keys, count, half);
+            } else {
+                values = NAME(readable)(a, (const char *)a->values + start * value_row, count, 1);
+            }
+            (half ? NAME(values_bf16) : NAME(values_f32))(&part, values, MAX(from - start, 0),
+                                                          MIN(to - start, count * PLLM_KEY_BLOCK));
         }
-        (half ? NAME(values_bf16) : NAME(values_f32))(a, values, from - tile, to - tile);
     }
 }
 

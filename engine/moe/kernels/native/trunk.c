@@ -3,137 +3,16 @@
 #define _DEFAULT_SOURCE
 #define _DARWIN_C_SOURCE
 
-#include "trunk_attention.h"
+#include "trunk_streams.h"
 
 #include <math.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
 /* A router this small is computed by every thread for itself: less work than a barrier. In weights. */
 #define SMALL_ROUTER 16384
 /* Bytes of one request to read ahead: the system takes about as much at a time. */
 #define AHEAD_BYTES (1 << 20)
-/* Matrices of a layer that read the same rows, at most. */
-#define MOST_BESIDE 6
-
-static double seconds_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-/* ---- A thread's walk through the layers ------------------------------------------------------------------- */
-
-typedef struct walk {
-    const trunk_job *job;
-    own_area own;
-    pllm_input input;
-    int64_t rows; /* positions that are computed: all, or in the last layer those whose logits are wanted */
-    float *h, *normed, *beside;
-    double since;
-    int thread, threads, few;
-} walk;
-
-static void barrier(walk *w) { pllm_pool_barrier(w->job->pool); }
-
-/* Seconds since the last mark go to `part` of `layer`; thread 0's clock stands for all. */
-static void mark(walk *w, int64_t layer, int part) {
-    if (w->thread) return;
-    const double now = seconds_now();
-    if (part >= 0) w->job->pass->seconds[layer * PLLM_PARTS + part] += now - w->since;
-    w->since = now;
-}
-
-/* The rows of a thread's share: all of them where every thread has its own copy. */
-static int64_t share_start(const walk *w) { return w->few ? 0 : w->rows * w->thread / w->threads; }
-static int64_t share_end(const walk *w) { return w->few ? w->rows : w->rows * (w->thread + 1) / w->threads; }
-
-static void set_mode(walk *w, int64_t rows) {
-    w->rows = rows;
-    w->few = rows <= FEW_LIMIT;
-    w->h = w->few ? w->own.h : w->job->h;
-    w->normed = w->few ? w->own.normed : w->job->normed;
-    w->beside = w->few ? w->own.beside : w->job->beside;
-}
-
-/* x [rows, columns], `stride` from one row to the next, as the kernels read it for weights like `matrix`. */
-static void fill_strided(walk *w, const float *x, int64_t stride, const pllm_matrix *matrix) {
-    if (!w->few) barrier(w);
-    pllm_input_describe(&w->input, w->job->trunk->set, matrix->dtype, w->few ? w->own.input : w->job->input, w->rows,
-                        matrix->columns);
-    pllm_input_fill_part(&w->input, x, stride, w->few ? 0 : w->thread, w->few ? 1 : w->threads);
-    if (!w->few) barrier(w);
-}
-
-static void fill_input(walk *w, const float *x, const pllm_matrix *matrix) { fill_strided(w, x, matrix->columns, matrix); }
-
-/* Blocks begin..end) of the rows of several matrices, counted as one. */
-static void project_blocks(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride,
-                           int64_t begin, int64_t end) {
-    for (int64_t i = 0, before = 0, own; i < count; i++, before += own) {
-        own = divided_up(matrices[i]->rows, PANEL_ROWS);
-        const int64_t first = MAX(begin - before, 0), last = MIN(end - before, own);
-        if (first < last)
-            pllm_linear_rows(&w->input, matrices[i], NULL, y[i], y_stride, 0, first * PANEL_ROWS,
-                             MIN(last * PANEL_ROWS, matrices[i]->rows), w->own.linear);
-    }
-}
-
-static int64_t blocks_of(const pllm_matrix *const *matrices, int count) {
-    int64_t blocks = 0;
-    for (int i = 0; i < count; i++) blocks += divided_up(matrices[i]->rows, PANEL_ROWS);
-    return blocks;
-}
-
-/* A thread's share of the rows of several matrices, taken as one. */
-static void project_share(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride) {
-    const int64_t blocks = blocks_of(matrices, count);
-    project_blocks(w, matrices, y, count, y_stride, blocks * w->thread / w->threads,
-                   blocks * (w->thread + 1) / w->threads);
-}
-
-/* The same. No task may have been taken since the last barrier. Of few tokens a thread that is held up, by another program
-   or by the memory, gets less. */
-static void project_all(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride) {
-    if (!w->few) return project_share(w, matrices, y, count, y_stride);
-    const int64_t blocks = blocks_of(matrices, count);
-    for (int64_t first, run; (run = pllm_pool_take(w->job->pool, blocks, blocks, &first));)
-        project_blocks(w, matrices, y, count, y_stride, first, first + run);
-}
-
-static void project(walk *w, const pllm_matrix *matrix, float *y, int64_t y_stride) {
-    project_all(w, &matrix, &y, 1, y_stride);
-}
-
-/* Whether the kernels for both take the same input. */
-static int read_alike(const pllm_matrix *a, const pllm_matrix *b) {
-    if (is_alone(a->dtype) || is_alone(b->dtype)) return a->dtype == b->dtype;
-    if (is_grouped(a->dtype)) return is_grouped(b->dtype);
-    return is_packed(a->dtype) ? is_packed(b->dtype) : a->dtype == b->dtype;
-}
-
-/* Products of x [rows, columns] and up to MOST_BESIDE matrices, each of any dtype. Those that are alike are taken together.
-   No task may have been taken since the last barrier. */
-static void project_each(walk *w, const float *x, const pllm_matrix *const *matrices, float *const *y, int count,
-                         int64_t y_stride) {
-    int done[MOST_BESIDE] = {0};
-    for (int i = 0; i < count; i++) {
-        const pllm_matrix *alike[MOST_BESIDE];
-        float *to[MOST_BESIDE];
-        int together = 0;
-        for (int j = i; j < count; j++) {
-            if (done[j] || !read_alike(matrices[i], matrices[j])) continue;
-            done[j] = 1, alike[together] = matrices[j], to[together++] = y[j];
-        }
-        if (!together) continue;
-        fill_input(w, x, matrices[i]);
-        if (i == 0)
-            project_all(w, alike, to, together, y_stride);
-        else
-            project_share(w, alike, to, together, y_stride);
-    }
-}
 
 /* A row of a table of embeddings, multiplied by `scale`. */
 static void open_embedding(const trunk_job *job, const pllm_matrix *table, int64_t row, float scale, float *to) {
@@ -151,11 +30,12 @@ static void embed(walk *w) {
     const pllm_pass *pass = w->job->pass;
     for (int64_t row = share_start(w); row < share_end(w); row++) {
         const int64_t id = pass->ids[row];
-        float *to = w->h + row * trunk->hidden;
+        float *to = w->h + row * wide_of(trunk);
         if (id < 0)
             memcpy(to, pass->given + (-1 - id) * trunk->hidden, (size_t)trunk->hidden * 4);
         else
             open_embedding(w->job, &trunk->embedding, id, trunk->embedding_scale, to);
+        pllm_repeat_streams(trunk, to);
     }
 }
 
@@ -165,8 +45,8 @@ static void embed_own(walk *w) {
     const trunk_job *job = w->job;
     const pllm_trunk *trunk = job->trunk;
     const int64_t width = trunk->own_width, all = trunk->layer_count * width;
-    fill_input(w, w->h, &trunk->own_projection);
-    project(w, &trunk->own_projection, job->own_input, all);
+    pllm_fill_input(w, w->h, &trunk->own_projection);
+    pllm_project(w, &trunk->own_projection, job->own_input, all);
     barrier(w);
     const int64_t last = job->positions * (w->thread + 1) / w->threads;
     for (int64_t row = job->positions * w->thread / w->threads; row < last; row++) {
@@ -234,14 +114,7 @@ static void residual_norm(walk *w, const float *out, const float *bias, const fl
 /* ---- Attention -------------------------------------------------------------------------------------------- */
 
 /* Only the last position of a prompt goes on from here: the logits after it are all that is wanted. */
-static void keep_last(walk *w) {
-    const trunk_job *job = w->job;
-    const int64_t last = w->rows - 1, hidden = job->trunk->hidden;
-    const float *from = w->h + last * hidden, *normed = w->normed + last * hidden;
-    set_mode(w, 1);
-    memmove(w->h, from, (size_t)hidden * 4);
-    memmove(w->normed, normed, (size_t)hidden * 4);
-}
+static void keep_last(walk *w) { pllm_keep_row_of_streams(w, w->rows - 1); }
 
 /* From what a layer without keys has gathered of all positions to the output projection. */
 static int project_gathered(walk *w, int64_t index, int last) {
@@ -253,8 +126,8 @@ static int project_gathered(walk *w, int64_t index, int last) {
         joined += (job->positions - 1) * layer->output.columns;
         keep_last(w);
     }
-    fill_input(w, joined, &layer->output);
-    project(w, &layer->output, job->out, job->trunk->hidden);
+    pllm_fill_input(w, joined, &layer->output);
+    pllm_project(w, &layer->output, job->out, job->trunk->hidden);
     barrier(w);
     return 1;
 }
@@ -263,8 +136,8 @@ static int project_gathered(walk *w, int64_t index, int last) {
 static int convolution_layer(walk *w, int64_t index, int last) {
     const trunk_job *job = w->job;
     const pllm_matrix *input = &job->trunk->layers[index].convolution->input;
-    fill_input(w, w->normed, input);
-    project(w, input, job->qkv, job->projected);
+    pllm_fill_input(w, w->normed, input);
+    pllm_project(w, input, job->qkv, job->projected);
     barrier(w);
     pllm_convolve(job, index, w->thread, w->threads);
     barrier(w);
@@ -279,7 +152,7 @@ static int mamba_layer(walk *w, int64_t index, int last) {
     const pllm_matrix *matrices[] = {&delta->input, &delta->gate, &delta->decay};
     float *results[3], *to = job->qkv;
     for (int i = 0; i < 3; to += matrices[i]->rows, i++) results[i] = to;
-    project_each(w, w->normed, matrices, results, 3, job->projected);
+    pllm_project_each(w, w->normed, matrices, results, 3, job->projected);
     barrier(w);
     pllm_mamba_convolve(job, index, w->thread, w->threads);
     barrier(w);
@@ -290,8 +163,8 @@ static int mamba_layer(walk *w, int64_t index, int last) {
     float *joined = w->few ? w->own.joined : job->attended;
     const int64_t first = job->positions - w->rows + share_start(w);
     pllm_mamba_norm(job, index, first, share_end(w) - share_start(w), joined + share_start(w) * output->columns);
-    fill_input(w, joined, output);
-    project(w, output, job->out, job->trunk->hidden);
+    pllm_fill_input(w, joined, output);
+    pllm_project(w, output, job->out, job->trunk->hidden);
     barrier(w);
     return 1;
 }
@@ -314,12 +187,12 @@ static int delta_layer(walk *w, int64_t index, int last) {
     float *const ranks[] = {to, to + delta->gate_down.rows};
     for (int i = 0; i < 2; i++)
         if (down[i]->data) matrices[count] = down[i], results[count++] = ranks[i];
-    project_each(w, w->normed, matrices, results, count, job->projected);
+    pllm_project_each(w, w->normed, matrices, results, count, job->projected);
     barrier(w);
     for (int i = 0; i < 2; i++) {
         if (!down[i]->data) continue;
-        fill_strided(w, ranks[i], job->projected, wide[i]);
-        project_share(w, wide + i, wide_results + i, 1, job->projected);
+        pllm_fill_strided(w, ranks[i], job->projected, wide[i]);
+        pllm_project_share(w, wide + i, wide_results + i, 1, job->projected);
     }
     if (trunk->delta_ranks) barrier(w);
     pllm_delta_heads(job, &w->own, index);
@@ -360,14 +233,14 @@ static int latent_layer(walk *w, int64_t index, int last) {
     const int ranked = trunk->latent_rank > 0;
     const pllm_matrix *matrices[] = {&latent->down, ranked ? &latent->query_down : &latent->query, &layer->gate};
     float *results[] = {job->latent_rows, job->latent_rows + trunk->kinds[0].width, job->latent_rows + job->latent_gates};
-    project_each(w, w->normed, matrices, results, !wanted ? 1 : layer->gate.data ? 3 : 2, job->latent_stride);
+    pllm_project_each(w, w->normed, matrices, results, !wanted ? 1 : layer->gate.data ? 3 : 2, job->latent_stride);
     barrier(w);
     if (!w->few || w->thread == 0) pllm_latent_keys(job, index, share_start(w), share_end(w), w->own.rotated);
     if (wanted && ranked) {
         float *normed = w->few ? w->own.latent_rank : job->latent_rank;
         pllm_latent_norm_rank(job, index, share_start(w), share_end(w), normed);
-        fill_input(w, normed, &latent->query);
-        project(w, &latent->query, job->latent_queries, latent->query.rows);
+        pllm_fill_input(w, normed, &latent->query);
+        pllm_project(w, &latent->query, job->latent_queries, latent->query.rows);
     }
     if (!wanted) return 0;
     barrier(w);
@@ -379,8 +252,8 @@ static int latent_layer(walk *w, int64_t index, int last) {
     if (!w->few) barrier(w);
     pllm_latent_values(job, &w->own, index, joined, first, w->rows);
     barrier(w);
-    fill_input(w, job->latent_values, &layer->output);
-    project(w, &layer->output, job->out, trunk->hidden);
+    pllm_fill_input(w, job->latent_values, &layer->output);
+    pllm_project(w, &layer->output, job->out, trunk->hidden);
     barrier(w);
     return 1;
 }
@@ -406,43 +279,48 @@ static int attend_layer(walk *w, int64_t index, int last) {
     if (wanted && !(prompt && last)) matrices[count] = &layer->query, results[count++] = job->qkv;
     if (layer->gate.data && wanted && !(prompt && last))
         matrices[count] = &layer->gate, results[count++] = job->qkv + gates;
-    project_each(w, w->normed, matrices, results, count, job->projected);
+    const pllm_blocks *blocks = layer->blocks;
+    const int chooses = blocks && wanted && pllm_chooses(job, pass->tokens - 1);
+    if (blocks) matrices[count] = &blocks->key, results[count++] = pllm_block_columns(job, index, 0) + blocks->query.rows;
+    if (chooses && !(prompt && last)) matrices[count] = &blocks->query, results[count++] = pllm_block_columns(job, index, 0);
+    pllm_project_each(w, w->normed, matrices, results, count, job->projected);
     if (wanted && prompt && last) {
         /* The last row's query by itself, from its own copy of the input. */
         const float *normed = w->normed + (w->rows - 1) * job->trunk->hidden;
         qkv = job->qkv + (job->positions - 1) * job->projected;
         at += job->positions - 1;
         if (w->rows > 1) keep_last(w);
-        const pllm_matrix *const alone[] = {&layer->query, &layer->gate};
-        float *const to[] = {(float *)qkv, (float *)qkv + gates};
-        for (int i = 0; i < (layer->gate.data ? 2 : 1); i++) {
-            fill_input(w, normed, alone[i]);
-            project_share(w, alone + i, to + i, 1, job->projected);
+        const pllm_matrix *const alone[] = {&layer->query, &layer->gate, chooses ? &blocks->query : NULL};
+        float *const to[] = {(float *)qkv, (float *)qkv + gates, (float *)qkv + shape->blocks};
+        for (int i = 0; i < 3; i++) {
+            if (!alone[i] || !alone[i]->data) continue;
+            pllm_fill_input(w, normed, alone[i]);
+            pllm_project_share(w, alone + i, to + i, 1, job->projected);
         }
     }
     barrier(w);
+    if (blocks) pllm_keep_block_keys(job, &w->own, index, w->thread, w->threads);
+    if (chooses) {
+        const int64_t first = prompt && last ? job->positions - 1 : 0;
+        barrier(w);
+        pllm_score_blocks(job, &w->own, index, first, w->thread, w->threads);
+        barrier(w);
+        pllm_choose_blocks(job, &w->own, first, w->thread, w->threads);
+        barrier(w);
+    }
     if (prompt || !wanted) {
         const int64_t first_query = !wanted ? job->positions : last ? job->positions - 1 : 0;
         pllm_prepare_prompt(job, &w->own, index, first_query, w->thread, w->threads);
         if (!wanted) return 0;
         barrier(w);
     }
-    fill_input(w, gathered(w, index, last, qkv, at, prompt), &layer->output);
-    project(w, &layer->output, job->out, job->trunk->hidden);
+    pllm_fill_input(w, gathered(w, index, last, qkv, at, prompt), &layer->output);
+    pllm_project(w, &layer->output, job->out, job->trunk->hidden);
     barrier(w);
     return 1;
 }
 
 /* ---- Routes ----------------------------------------------------------------------------------------------- */
-
-/* y [rows, matrix.rows] of at most FEW_LIMIT rows, by this thread alone or its share of the matrix. */
-static void exact_linear(walk *w, const float *x, int64_t rows, const pllm_matrix *matrix, float *y, int alone) {
-    pllm_input input;
-    pllm_input_describe(&input, w->job->trunk->exact_set, matrix->dtype, w->own.exact, rows, matrix->columns);
-    pllm_input_fill_part(&input, x, matrix->columns, 0, 1);
-    pllm_linear_part(&input, matrix, NULL, y, matrix->rows, 0, w->own.linear, alone ? 0 : w->thread,
-                     alone ? 1 : w->threads);
-}
 
 static void route(walk *w, const pllm_trunk_layer *layer, int32_t *indices, float *weights) {
     const int64_t hidden = w->job->trunk->hidden, k = w->job->trunk->top_k, count = layer->router.rows;
@@ -450,7 +328,7 @@ static void route(walk *w, const pllm_trunk_layer *layer, int32_t *indices, floa
     for (int64_t row = share_start(w); row < share_end(w); row += FEW_LIMIT) {
         const int64_t rows = MIN(FEW_LIMIT, share_end(w) - row);
         float *logits = together ? w->job->router : w->own.logits;
-        exact_linear(w, w->normed + row * hidden, rows, &layer->router, logits, !together);
+        pllm_exact_linear(w, w->normed + row * hidden, rows, &layer->router, logits, !together);
         if (together) {
             /* Choosing spoils the logits: each thread does it on a copy. */
             barrier(w);
@@ -485,7 +363,7 @@ static void shared_weights(walk *w, const pllm_trunk_layer *layer, float *weight
     for (int64_t row = share_start(w); row < share_end(w); row += FEW_LIMIT) {
         const int64_t rows = MIN(FEW_LIMIT, share_end(w) - row);
         if (layer->shared_gate.data)
-            exact_linear(w, w->normed + row * hidden, rows, &layer->shared_gate, weights + row, 1);
+            pllm_exact_linear(w, w->normed + row * hidden, rows, &layer->shared_gate, weights + row, 1);
         for (int64_t i = 0; i < rows; i++)
             weights[row + i] = layer->shared_gate.data ? 1.0F / (1.0F + expf(-weights[row + i])) : w->job->trunk->shared_scale;
     }
@@ -509,7 +387,7 @@ static void shared_expert(walk *w, int64_t index) {
     barrier(w);
     const float *hidden = layer->norms && layer->norms->experts ? w->beside : w->normed;
     run_experts(w, layer->shared, hidden, job->zeros, weights, 1, 0, job->shared_out, NULL);
-    mark(w, index, PLLM_OTHER);
+    pllm_mark(w, index, PLLM_OTHER);
 }
 
 /* Adds what attention has given, normed, and norms the sum for the feed-forward network, or for the one beside the
@@ -555,8 +433,8 @@ static void add_own_input(walk *w, const pllm_trunk_layer *layer, int64_t index)
     const pllm_trunk *trunk = job->trunk;
     const pllm_own_input *own = layer->own_input;
     const int64_t hidden = trunk->hidden, width = trunk->own_width, first = job->positions - w->rows;
-    fill_input(w, w->h, &own->gate);
-    project(w, &own->gate, job->gated, width);
+    pllm_fill_input(w, w->h, &own->gate);
+    pllm_project(w, &own->gate, job->gated, width);
     barrier(w);
     float *gated = w->few ? w->own.gated : job->gated;
     for (int64_t row = share_start(w); row < share_end(w); row++) {
@@ -565,8 +443,8 @@ static void add_own_input(walk *w, const pllm_trunk_layer *layer, int64_t index)
         pllm_gate(trunk->set, &trunk->own_activation, mine,
                   job->own_input + ((first + row) * trunk->layer_count + index) * width, width);
     }
-    fill_input(w, gated, &own->projection);
-    project(w, &own->projection, job->out, hidden);
+    pllm_fill_input(w, gated, &own->projection);
+    pllm_project(w, &own->projection, job->out, hidden);
     barrier(w);
     for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden) {
         memcpy(w->own.row, job->out + at, (size_t)hidden * 4);
@@ -589,8 +467,8 @@ static void end_normed(walk *w, const pllm_trunk_layer *layer, int64_t index, co
 /* What the routed experts of `layer` read, of all rows. */
 static const float *narrowed(walk *w, const pllm_trunk_layer *layer) {
     if (!layer->narrow.data) return w->normed;
-    fill_input(w, w->normed, &layer->narrow);
-    project(w, &layer->narrow, w->job->narrow, layer->narrow.rows);
+    pllm_fill_input(w, w->normed, &layer->narrow);
+    pllm_project(w, &layer->narrow, w->job->narrow, layer->narrow.rows);
     barrier(w);
     return w->job->narrow;
 }
@@ -598,8 +476,8 @@ static const float *narrowed(walk *w, const pllm_trunk_layer *layer) {
 /* The experts' weighted sum to job->out. */
 static void widened(walk *w, const pllm_trunk_layer *layer) {
     if (!layer->widen.data) return;
-    fill_input(w, w->job->narrow_sum, &layer->widen);
-    project(w, &layer->widen, w->job->out, layer->widen.rows);
+    pllm_fill_input(w, w->job->narrow_sum, &layer->widen);
+    pllm_project(w, &layer->widen, w->job->out, layer->widen.rows);
     barrier(w);
 }
 
@@ -607,13 +485,16 @@ static void widened(walk *w, const pllm_trunk_layer *layer) {
 static int feed_forward(walk *w, int64_t index) {
     const trunk_job *job = w->job;
     const pllm_trunk_layer *layer = job->trunk->layers + index;
-    if (layer->norms)
+    if (layer->ffn_streams) {
+        pllm_add_to_streams(w, job->out, NULL);
+        pllm_read_streams(w, layer->ffn_streams);
+    } else if (layer->norms)
         add_attention(w, layer);
     else if (job->trunk->parallel)
         residual(w, job->out, layer->output_bias, NULL);
     else if (layer->output.data)
         residual_norm(w, job->out, layer->output_bias, NULL, layer->ffn_norm);
-    mark(w, index, PLLM_OTHER);
+    pllm_mark(w, index, PLLM_OTHER);
     int32_t *indices = w->few ? w->own.indices : job->indices;
     float *weights = w->few ? w->own.weights : job->weights;
     const float *hidden = w->normed;
@@ -624,7 +505,7 @@ static int feed_forward(walk *w, int64_t index) {
         if (beside) norm_again(w, layer->norms->router);
         route(w, layer, indices, weights);
         if (beside) norm_again(w, layer->norms->experts);
-        mark(w, index, PLLM_ROUTER);
+        pllm_mark(w, index, PLLM_ROUTER);
         hidden = narrowed(w, layer);
         if (job->cut) {
             if (w->thread == 0) *job->cut = (pllm_cut){hidden, indices, weights, sum, w->rows, index};
@@ -639,11 +520,20 @@ static int feed_forward(walk *w, int64_t index) {
     run_experts(w, layer->experts, hidden, indices, weights, layer->router.data ? job->trunk->top_k : 1,
                 layer->router.data && job->trunk->scale_input, sum, layer->router.data ? layer->counts : NULL);
     widened(w, layer);
-    mark(w, index, layer->router.data ? PLLM_EXPERTS : PLLM_OTHER);
+    pllm_mark(w, index, layer->router.data ? PLLM_EXPERTS : PLLM_OTHER);
     return 1;
 }
 
 static int has_network(const pllm_trunk_layer *layer) { return layer->experts || layer->router.data; }
+
+/* As add_layer, with several streams, which `streams` then reads. */
+static void add_layer_to_streams(walk *w, int64_t index, const pllm_streams *streams) {
+    const pllm_trunk *trunk = w->job->trunk;
+    const pllm_trunk_layer *before = trunk->layers + index - 1;
+    if (index > 0) pllm_add_to_streams(w, w->job->out, before->router.data && before->shared ? w->job->shared_out : NULL);
+    if (index < trunk->layer_count && trunk->layers[index].lexical) pllm_add_lexical(w, index);
+    pllm_read_streams(w, streams);
+}
 
 /* Adds what the layer before `index` has given, and norms the sum with `weight`. */
 static void add_layer(walk *w, int64_t index, const float *weight) {
@@ -673,9 +563,12 @@ static void finish_logits(const walk *w) {
 static void head(walk *w) {
     const trunk_job *job = w->job;
     const pllm_trunk *trunk = job->trunk;
-    add_layer(w, trunk->layer_count, trunk->final_norm);
-    fill_input(w, w->normed, &trunk->head);
-    project(w, &trunk->head, job->pass->logits, trunk->head.rows);
+    if (trunk->final_streams)
+        add_layer_to_streams(w, trunk->layer_count, trunk->final_streams);
+    else
+        add_layer(w, trunk->layer_count, trunk->final_norm);
+    pllm_fill_input(w, w->normed, &trunk->head);
+    pllm_project(w, &trunk->head, job->pass->logits, trunk->head.rows);
     if (trunk->logits_divisor == 1.0F && trunk->logits_cap == 0) return;
     barrier(w);
     finish_logits(w);
@@ -686,8 +579,8 @@ static void set_out(walk *w, int thread, int threads, const trunk_job *job, int6
     *w = (walk){.job = job, .thread = thread, .threads = threads};
     pllm_own_layout(job, &w->own, job->own + (size_t)thread * job->own_bytes);
     /* keep_last: after the attention of the last layer that keeps anything a prompt is one row. */
-    set_mode(w, layers > job->last_kept && job->pass->tokens > 1 ? 1 : job->positions);
-    mark(w, 0, -1);
+    pllm_set_rows(w, layers > job->last_kept && job->pass->tokens > 1 ? 1 : job->positions);
+    pllm_mark(w, 0, -1);
 }
 
 static void region(int thread, int threads, void *argument) {
@@ -698,16 +591,19 @@ static void region(int thread, int threads, void *argument) {
     set_out(&w, thread, threads, job, pass->first_layer);
     if (pass->first_layer == 0) embed(&w);
     if (pass->first_layer == 0 && trunk->own_width) embed_own(&w);
-    mark(&w, 0, -1);
+    pllm_mark(&w, 0, -1);
     /* A pass that was cut goes on behind the routed experts. */
     if (job->cut && pass->first_layer > 0) widened(&w, trunk->layers + pass->first_layer - 1);
     for (int64_t i = pass->first_layer; i < pass->last_layer; i++) {
         if (i > job->last_kept && !pass->logits) return;
-        add_layer(&w, i, trunk->layers[i].attention_norm);
-        mark(&w, i, PLLM_OTHER);
+        if (trunk->layers[i].attention_streams)
+            add_layer_to_streams(&w, i, trunk->layers[i].attention_streams);
+        else
+            add_layer(&w, i, trunk->layers[i].attention_norm);
+        pllm_mark(&w, i, PLLM_OTHER);
         if (trunk->layers[i].output.data) {
             const int more = attend_layer(&w, i, i >= job->last_kept);
-            mark(&w, i, PLLM_ATTENTION);
+            pllm_mark(&w, i, PLLM_ATTENTION);
             if (!more) return;
         }
         if (has_network(trunk->layers + i) && !feed_forward(&w, i)) return;
@@ -738,6 +634,14 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
          (trunk->delta_kind == PLLM_KDA && trunk->delta_value_heads != trunk->delta_key_heads) ||
          !(pass->states_before && pass->states_after)))
         return PLLM_E_ARGUMENT;
+    for (int64_t i = 0; i < trunk->layer_count; i++)
+        if (trunk->layers[i].blocks &&
+            (trunk->block_size < 1 || trunk->block_budget < 1 || trunk->kinds[0].rotated > trunk->block_width || pass->seen))
+            return PLLM_E_ARGUMENT;
+    if (trunk->streams < 1 || trunk->lexical_taps > PLLM_MOST_TAPS) return PLLM_E_ARGUMENT;
+    for (int64_t i = 0; i < trunk->layer_count; i++)
+        if (trunk->layers[i].lexical && !(pass->lexical && trunk->layers[i].delta && trunk->lexical_taps > 0))
+            return PLLM_E_ARGUMENT;
     const int packed = packed_bits(trunk->cache_dtype);
     if (trunk->cache_dtype != PLLM_F32 && trunk->cache_dtype != PLLM_BF16 && !packed) return PLLM_E_ARGUMENT;
     if (trunk->kind_count < 1 || trunk->kind_count > PLLM_HEAD_KINDS) return PLLM_E_ARGUMENT;

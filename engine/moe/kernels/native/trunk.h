@@ -1,6 +1,7 @@
 /* The trunk of a decoder: RMS norm, a mixer of positions, residual, RMS norm, experts, residual. The mixer is rotary
    grouped-query attention, attention over latents, a gated delta-net, a Mamba-2 layer or a short convolution. Some
-   families have norms elsewhere (pllm_norms), and some give layers an embedding of their own (pllm_own_input).
+   families have norms elsewhere (pllm_norms), some give layers an embedding of their own (pllm_own_input), and some have
+   several residual streams in place of norms (pllm_streams).
 
    A dense feed-forward network is one expert that every token is sent to. A pass runs layers first_layer..last_layer)
    for all its positions in one region of the pool; it can be cut between layers, the residual stream stays in the
@@ -73,7 +74,9 @@ typedef struct pllm_convolution {
 /* Value columns of a state that lie together: a head's state is [value width / PLLM_STATE_COLUMNS, rounded up][key width]
    [PLLM_STATE_COLUMNS], float32. The states of a row are, for each delta-net or Mamba-2 layer, those of its heads and then the inputs of
    the convolution's last delta_taps - 1 tokens, [delta_taps - 1, channels]; and for each short convolution its last
-   inputs, [convolution_taps - 1, hidden]. A model has delta-nets or short convolutions. */
+   inputs, [convolution_taps - 1, hidden]. A model has delta-nets or short convolutions. Behind those of all delta-nets come,
+   for each layer with pllm_lexical, the last inputs of its convolution,
+   [(lexical_taps - 1) * lexical_apart, streams * hidden]. What comes behind them is not used. */
 #define PLLM_STATE_COLUMNS 32
 #define PLLM_MOST_TAPS 16
 
@@ -117,6 +120,36 @@ typedef struct pllm_own_input {
     const float *norm;      /* [hidden] */
 } pllm_own_input;
 
+/* How a part of a layer reads several residual streams, and how it adds to them (Qwen3.8-Flash-Next). All streams are
+   normed, each by itself. What it reads is their mean after each number was multiplied by the sigmoid of `up` times
+   SiLU(`down` / streams). What it gives is added to each stream, multiplied by 2 sigmoid(`inject` / streams). */
+typedef struct pllm_streams {
+    pllm_matrix down;   /* [stream_rank, streams * hidden] */
+    pllm_matrix up;     /* [streams * hidden, stream_rank] */
+    pllm_matrix inject; /* [streams, streams * hidden]; data NULL behind the last layer, where nothing is added */
+    const float *norm;  /* [streams * hidden] */
+} pllm_streams;
+
+/* What a layer adds to the residual streams before it reads them, from embeddings of the last tokens together: `value` of
+   them, multiplied for each stream by the sigmoid of how well `key` of them fits the stream, and that again, normed,
+   through a causal convolution over lexical_taps tokens that are lexical_apart apart, and SiLU. */
+typedef struct pllm_lexical {
+    pllm_matrix key;   /* [streams * hidden, lexical_width] */
+    pllm_matrix value; /* [hidden, lexical_width] */
+    const float *key_norm, *query_norm, *input_norm; /* [streams * hidden], of each stream by itself */
+    const float *kernel; /* [lexical_taps, streams * hidden], the latest token's last */
+} pllm_lexical;
+
+/* The choice of what attention sees where a text is long (Qwen3.8-Flash-Next): whole blocks of block_size positions, as
+   many as have block_budget positions, and the positions behind the last whole block. A block's key is the mean of its
+   positions' keys, normed, and rotated as its first position is. The blocks with the largest sums over the heads of what
+   is positive of query times key are chosen. */
+typedef struct pllm_blocks {
+    pllm_matrix query; /* [block_heads * block_width, hidden] */
+    pllm_matrix key;   /* [block_width, hidden] */
+    const float *query_norm, *key_norm; /* [block_width] */
+} pllm_blocks;
+
 typedef struct pllm_trunk_layer {
     pllm_matrix query;
     pllm_matrix output;      /* data NULL: the layer has a feed-forward network or experts alone (Nemotron-H), which read
@@ -141,6 +174,10 @@ typedef struct pllm_trunk_layer {
     const float *expert_scale; /* [experts], of the weights of chosen experts; or NULL */
     const pllm_norms *norms;   /* NULL: none but attention_norm and ffn_norm. All layers have some, or none has */
     const pllm_own_input *own_input; /* NULL: none. All layers have one, or none has */
+    const pllm_blocks *blocks; /* NULL: attention sees all positions of its window */
+    const pllm_streams *attention_streams, *ffn_streams; /* in place of attention_norm and ffn_norm; NULL: there is one
+                                                            stream. All layers have both, or none has */
+    const pllm_lexical *lexical; /* NULL: none; with streams only, in layers with a delta-net */
     const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them; without:
                                   the layer has neither them nor a feed-forward network */
     const pllm_layer *shared; /* NULL: none */
@@ -154,6 +191,7 @@ typedef struct pllm_trunk_layer {
     int64_t window;           /* positions a query sees, its own included; 0: all */
     int64_t kind;             /* of its heads */
     int64_t place;            /* among the layers with attention of its kind, with a delta-net, or with a convolution */
+    int64_t lexical_place;    /* among the layers with `lexical` */
     int32_t chunked;          /* a query sees the positions from the last multiple of `window` on */
     int32_t grown;            /* the pass's query_scale holds for its queries */
 } pllm_trunk_layer;
@@ -162,6 +200,7 @@ typedef struct pllm_trunk {
     const pllm_trunk_layer *layers;
     pllm_matrix embedding, head;
     const float *final_norm;
+    const pllm_streams *final_streams; /* in place of final_norm */
     pllm_matrix own_embedding;  /* [vocabulary, layers * own_width]: every layer's own embedding of a token */
     pllm_matrix own_projection; /* [layers * own_width, hidden]: of the embedding; normed by layer, and added to them */
     const float *own_norm;      /* [own_width] */
@@ -172,6 +211,9 @@ typedef struct pllm_trunk {
     int64_t delta_layers, delta_key_heads, delta_value_heads, delta_key_width, delta_value_width, delta_taps;
     int64_t delta_ranks; /* rows of gate_down and decay_down together; 0: none */
     int64_t convolution_layers, convolution_taps;
+    int64_t streams, stream_rank; /* residual streams, 1 without pllm_streams, and rows of their `down` */
+    int64_t block_heads, block_width, block_size, block_budget; /* with pllm_blocks, all layers with attention having some */
+    int64_t lexical_width, lexical_taps, lexical_apart;
     int64_t latent_plain, latent_values; /* numbers of a head's query that are not rotated, and of its values; 0 without
                                             latents, which all layers with attention or none have */
     int64_t latent_rank; /* of query_down; 0: none */
@@ -187,6 +229,7 @@ typedef struct pllm_trunk {
     int32_t group_best;    /* experts that a group is compared by: its best one, or its best two together */
     int32_t softplus_gates; /* what a layer's `gate` is activated by; 0: the sigmoid */
     int32_t gated_queries; /* behind each head's query lies its gate, whose sigmoid scales the head's result */
+    int32_t sigmoid_gates; /* gates of delta-nets are activated by the sigmoid; 0: by SiLU */
     int32_t delta_kind;    /* PLLM_DELTA, PLLM_MAMBA, PLLM_KDA: what all pllm_delta are */
     int32_t tiled_heads;   /* value head h belongs to key head h % key heads, as llama.cpp stores them; 0: to
                               h / (value heads / key heads) */
@@ -209,10 +252,14 @@ typedef struct pllm_trunk {
 /* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. For each kind of heads a
    page holds the keys of its layers, [row][layer][head][capacity / PLLM_KEY_BLOCK][width][PLLM_KEY_BLOCK], and their
    values, [row][layer][head][capacity][value width]. With latents the keys are the values, too, and `values` is not used.
-   Strides from one row to the next are in bytes; 0: all rows share the page. */
+   With pllm_blocks there are also the keys of positions, and in the place of the last one of a whole block that of the
+   block, [row][layer][capacity][block_width], in float32 where keys and values are, and else in bfloat16. Strides from one
+   row to the next are in bytes; 0: all rows share the page. */
 typedef struct pllm_segment {
     void *keys[PLLM_HEAD_KINDS], *values[PLLM_HEAD_KINDS];
     int64_t key_stride[PLLM_HEAD_KINDS], value_stride[PLLM_HEAD_KINDS];
+    void *blocks;
+    int64_t block_stride;
     int64_t capacity, offset, start, count;
 } pllm_segment;
 
@@ -222,9 +269,12 @@ typedef struct pllm_segment {
 typedef struct pllm_pass {
     const int32_t *ids;          /* [rows, tokens]; -1 - i: row i of `given` stands in place of an embedding */
     const float *given;          /* [..., hidden]; NULL without such tokens */
+    const float *lexical;        /* [layers with pllm_lexical, rows * tokens, lexical_width]: embeddings of each token and
+                                    those before it; NULL without such layers */
     const int64_t *seen;         /* [tokens]: in layers with a window a query sees the positions before this one, if it is
                                     behind its own; NULL: up to its own. Not with as_steps */
     const float *cosine[PLLM_HEAD_KINDS], *sine[PLLM_HEAD_KINDS]; /* [tokens, rotated / 2], of positions start... */
+    const float *block_cosine, *block_sine; /* with pllm_blocks: [.., rotated / 2], of positions from 0 on */
     const float *query_scale;    /* [tokens]: further factors of the queries of positions start... in layers that are
                                     `grown`; NULL: none */
     const pllm_segment *segments; /* ascending, covering 0..start + tokens) */

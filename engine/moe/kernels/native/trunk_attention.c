@@ -64,7 +64,7 @@ static void ready_head(const trunk_job *job, const head_shape *shape, int64_t wi
             to[d] = to[d] < -trunk->clip ? -trunk->clip : to[d] > trunk->clip ? trunk->clip : to[d];
 }
 
-static const pllm_segment *segment_of(const pllm_pass *pass, int64_t position) {
+const pllm_segment *pllm_segment_of(const pllm_pass *pass, int64_t position) {
     const pllm_segment *segment = pass->segments + pass->segment_count - 1;
     while (segment->start > position) segment--;
     return segment;
@@ -151,7 +151,7 @@ static void store_packed(const float *from, uint8_t *to, uint16_t *scales, int64
 void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int64_t head, int64_t position,
                             float *key, float *value) {
     const pllm_trunk *trunk = job->trunk;
-    const pllm_segment *segment = segment_of(job->pass, position);
+    const pllm_segment *segment = pllm_segment_of(job->pass, position);
     const head_shape *shape = shape_of(job, layer);
     const int64_t width = shape->width, value_width = shape->value_width, at = segment->offset + position - segment->start;
     const int64_t lane = at % PLLM_KEY_BLOCK, block = at - lane;
@@ -300,6 +300,8 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
     reset(own, count, width, sinks ? sinks + head * group : NULL, group);
     for (int64_t i = 0; i < count; i++)
         own->queries[i] = job->qkv + (first + i / group) * job->projected + (head * group + i % group) * shape->query;
+    const int chooses = trunk->layers[layer].blocks && pllm_chooses(job, last - 1);
+    for (int64_t i = 0; chooses && i < count; i++) own->chosen[i] = pllm_chosen(job, layer, first + i / group);
     for (int64_t s = 0; s < pass->segment_count; s++) {
         const pllm_segment *segment = pass->segments + s;
         const int64_t from = MAX(segment->start, lowest_seen);
@@ -316,6 +318,7 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
                              .values = values_of(job, segment, 0, layer, head),
                              .scores = own->scores, .packed_queries = own->packed_queries,
                              .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
+                             .chosen = chooses ? own->chosen : NULL, .chosen_size = trunk->block_size, .chosen_start = shift,
                              .maximum = own->maximum, .total = own->total, .sum = own->sum, .count = count,
                              .width = shape->width, .value_width = width, .first = from + shift, .last = to + shift, .dtype = trunk->cache_dtype, .cap = trunk->scores_cap};
         job->set->attend(&a);
@@ -346,7 +349,7 @@ static int next_chunk(const trunk_job *job, int64_t layer, int64_t at, int64_t f
     const pllm_pass *pass = job->pass;
     first = MAX(first, lowest(job->trunk->layers + layer, at));
     if (first > at) return 0;
-    const pllm_segment *segment = segment_of(pass, first);
+    const pllm_segment *segment = pllm_segment_of(pass, first);
     const int64_t end = MIN(segment->start + segment->count, at + 1), length = chunk_length(at + 1);
     const int64_t last = MIN(end, (first / length + 1) * length);
     const head_shape *shape = shape_of(job, layer);
@@ -376,9 +379,11 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
         const float whole = whole_scale(job, shape, mine + shape->queries, weights->key_bias, shape->key_value_heads);
         add_key_value(job, mine, row, layer, head, at, whole, own->rotated);
     }
+    const int chooses = weights->blocks && pllm_chooses(job, at - job->pass->start);
     for (int64_t i = 0; i < count; i++) {
         const float *mine = qkv + (row + i / group) * job->projected;
         const int64_t query = head * group + begin + i % group;
+        if (chooses) own->chosen[i] = pllm_chosen(job, layer, (mine - job->qkv) / job->projected);
         own->low[i] = c->first + shift;
         own->high[i] = c->last + shift;
         if (stored) {
@@ -401,6 +406,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
                          .values = values_of(job, c->segment, row, layer, head),
                          .scores = own->scores, .packed_queries = own->packed_queries,
                          .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
+                         .chosen = chooses ? own->chosen : NULL, .chosen_size = trunk->block_size, .chosen_start = shift,
                          .maximum = job->part_maximum + part, .total = job->part_total + part, .sum = sum,
                          .count = count, .width = width, .value_width = value_width, .first = c->first + shift, .last = c->last + shift,
                          .dtype = trunk->cache_dtype, .cap = trunk->scores_cap};

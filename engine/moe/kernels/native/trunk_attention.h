@@ -25,6 +25,11 @@ typedef struct chunk {
 typedef struct own_area {
     float *h, *normed, *beside, *joined, *shared_weights, *logits, *weights;
     float *row; /* [hidden] */
+    float *wide, *stream_ranks, *injection; /* as trunk_job's, of few positions */
+    float *convolved; /* [streams * hidden] */
+    const uint8_t **chosen; /* [queries] */
+    float *block_queries, *block_key, *block_scores; /* [block_heads, block_width], [2, block_width], [blocks] */
+    int32_t *block_heap;
     float *own_input; /* [layers * own_width] */
     float *gated;     /* [positions, own_width], of few positions */
     int32_t *indices;
@@ -47,7 +52,7 @@ typedef struct head_shape {
     int64_t heads, width, value_width, rotated, key_value_heads, kind;
     int64_t joined;    /* heads * value_width */
     int64_t queries;   /* columns of qkv that are queries, with their gates: keys follow, */
-    int64_t values, gates; /* and from these columns on values, and a gate */
+    int64_t values, gates, blocks; /* and from these columns on values, a gate, and queries and the key of pllm_blocks */
     int64_t query;     /* columns from one head's query to the next */
     int64_t group;     /* query heads per key/value head */
     int64_t row_group; /* rows of a decoding pass that are taken together */
@@ -65,6 +70,15 @@ typedef struct trunk_job {
     head_shape shapes[PLLM_HEAD_KINDS];
     int64_t chunk_limit;
     int64_t part_rows; /* positions whose attention is in parts at a time */
+    uint8_t *chosen;     /* [positions, pllm_block_limit()]: whether a position sees each block */
+    float *block_scores; /* of few positions, the same */
+    float *wide;         /* [positions, streams * hidden]: the residual streams, normed */
+    float *mixes;        /* [positions, stream_rank + streams]: results of pllm_streams' down and inject */
+    float *stream_ranks; /* [positions, stream_rank]: the first ones, activated */
+    float *stream_gates; /* [positions, streams * hidden] */
+    float *injection;    /* [positions, streams]: factors of what the layer's part gives */
+    float *lexical;        /* [positions, (streams + 1) * hidden]: results of pllm_lexical's key and value */
+    float *lexical_inputs; /* [positions, streams * hidden]: those of its convolution */
     float *beside; /* what a shared expert reads if it has a norm of its own */
     float *own_input; /* [positions, layers, own_width]: every layer's own embedding of each token */
     float *gated;     /* [positions, own_width] */
@@ -90,9 +104,30 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
 /* Lays out what one thread has to itself, from `base` on. Returns the bytes that it takes. */
 size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base);
 
+/* Numbers of a position's residual streams. */
+static inline int64_t wide_of(const pllm_trunk *trunk) { return trunk->streams * trunk->hidden; }
+
 static inline const head_shape *shape_of(const trunk_job *job, int64_t layer) {
     return job->shapes + job->trunk->layers[layer].kind;
 }
+
+static inline float *pllm_block_columns(const trunk_job *job, int64_t layer, int64_t index) {
+    return job->qkv + index * job->projected + shape_of(job, layer)->blocks;
+}
+
+const pllm_segment *pllm_segment_of(const pllm_pass *pass, int64_t position);
+/* A thread's share of keeping the keys by which blocks are chosen, of all positions. */
+void pllm_keep_block_keys(const trunk_job *job, const own_area *own, int64_t layer, int thread, int threads);
+/* Blocks of a position, at most. */
+int64_t pllm_block_limit(const trunk_job *job);
+/* Whether a token of the pass has more blocks before it than its budget. */
+int pllm_chooses(const trunk_job *job, int64_t token);
+/* A thread's share of comparing the blocks for positions from `first` on, after a barrier behind pllm_keep_block_keys, and
+   after another one of choosing. Of many positions the first function does both. */
+void pllm_score_blocks(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int thread, int threads);
+void pllm_choose_blocks(const trunk_job *job, const own_area *own, int64_t first, int thread, int threads);
+/* The blocks that the position `index` of the pass sees; NULL: all. */
+const uint8_t *pllm_chosen(const trunk_job *job, int64_t layer, int64_t index);
 
 /* Chunks that a query sees of so many positions, at most, but for the ends of pages. */
 int64_t pllm_chunk_limit(int64_t positions);
@@ -149,18 +184,22 @@ int64_t pllm_delta_padded(const pllm_trunk *trunk);
 int64_t pllm_delta_head(const pllm_trunk *trunk);
 /* Where in a row's states those of a delta-net begin, and where in them the inputs of its convolution do. */
 int64_t pllm_delta_start(const pllm_trunk *trunk, int64_t layer);
+int64_t pllm_delta_start_of(const pllm_trunk *trunk, int64_t place);
 int64_t pllm_delta_inputs(const pllm_trunk *trunk);
 float pllm_softplus(float x);
 /* Whether a row's states stay where they are. Rows that go on in another place than before come first: it may have been
    that of a row that stays in its own. */
 int pllm_in_place(const pllm_pass *pass, int64_t row);
-/* Keeps channels first..first + count) of a convolution's last `kept` inputs [kept, channels] of a row, from the first
-   columns of job->qkv to `start` in its states. */
-void pllm_keep_columns(const trunk_job *job, int64_t row, int64_t start, int64_t channels, int64_t kept, int64_t first,
-                       int64_t count);
-/* A thread's share of keeping a convolution's last `kept` inputs [kept, channels], from the first columns of job->qkv to
-   `start` in a row's states. */
-void pllm_keep_inputs(const trunk_job *job, int64_t start, int64_t channels, int64_t kept, int thread, int threads);
+/* The inputs of a convolution: the first `channels` columns of `from` [positions, stride], the last `kept` of which are
+   kept at `start` in a row's states, [kept, channels]. */
+typedef struct convolved {
+    const float *from;
+    int64_t stride, start, channels, kept;
+} convolved;
+/* Keeps channels first..first + count) of a row. */
+void pllm_keep_columns(const trunk_job *job, const convolved *inputs, int64_t row, int64_t first, int64_t count);
+/* A thread's share of keeping those of all rows. */
+void pllm_keep_inputs(const trunk_job *job, const convolved *inputs, int thread, int threads);
 /* The heads of a delta-net: from job->qkv [positions, projected] (input, gate, decay, rate) to job->attended
    [positions, value heads * value width], and the heads' states. Takes tasks with pllm_pool_next. */
 void pllm_delta_heads(const trunk_job *job, const own_area *own, int64_t layer);

@@ -33,5 +33,6 @@ void pllm_convolve(const trunk_job *job, int64_t layer, int thread, int threads)
             for (int64_t d = first; d < last; d++) to[d] *= parts[hidden + d];
         }
     }
-    pllm_keep_inputs(job, start, hidden, kept, thread, threads);
+    const convolved inputs = {.from = job->qkv, .stride = job->projected, .start = start, .channels = hidden, .kept = kept};
+    pllm_keep_inputs(job, &inputs, thread, threads);
 }

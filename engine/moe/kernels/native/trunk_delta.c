@@ -19,9 +19,12 @@ int64_t pllm_delta_head(const pllm_trunk *trunk) { return trunk->delta_key_width
 
 int64_t pllm_delta_inputs(const pllm_trunk *trunk) { return trunk->delta_value_heads * pllm_delta_head(trunk); }
 
+int64_t pllm_delta_start_of(const pllm_trunk *trunk, int64_t place) {
+    return place * (pllm_delta_inputs(trunk) + (trunk->delta_taps - 1) * pllm_delta_channels(trunk));
+}
+
 int64_t pllm_delta_start(const pllm_trunk *trunk, int64_t layer) {
-    const int64_t kept = pllm_delta_inputs(trunk) + (trunk->delta_taps - 1) * pllm_delta_channels(trunk);
-    return trunk->layers[layer].place * kept;
+    return pllm_delta_start_of(trunk, trunk->layers[layer].place);
 }
 
 static float sigmoid(float x) { return 1.0F / (1.0F + expf(-x)); }
@@ -95,7 +98,7 @@ static void run_head(const trunk_job *job, const own_area *own, int64_t layer, i
             const int64_t position = row * pass->tokens + done + t;
             float *to = job->attended + (position * heads + head) * values, *result = own->delta_results + t * padded_values;
             const float *gate = job->qkv + position * job->projected + gates;
-            if (wide) {
+            if (trunk->sigmoid_gates) {
                 memcpy(to, result, (size_t)values * 4);
                 job->set->norm(to, delta->norm, trunk->epsilon, values);
                 job->set->gate(to, gate, values);
@@ -119,31 +122,32 @@ void pllm_delta_heads(const trunk_job *job, const own_area *own, int64_t layer) 
             }
 }
 
-void pllm_keep_columns(const trunk_job *job, int64_t row, int64_t start, int64_t channels, int64_t kept, int64_t first,
-                       int64_t count) {
+void pllm_keep_columns(const trunk_job *job, const convolved *inputs, int64_t row, int64_t first, int64_t count) {
     const pllm_pass *pass = job->pass;
     const float *before = pass->states_before[row];
-    for (int64_t i = 0; i < kept; i++) { /* ascending, as what is read lies behind what is written */
-        float *to = pass->states_after[row] + start + i * channels + first;
-        const int64_t token = pass->tokens - kept + i;
+    for (int64_t i = 0; i < inputs->kept; i++) { /* ascending, as what is read lies behind what is written */
+        float *to = pass->states_after[row] + inputs->start + i * inputs->channels + first;
+        const int64_t token = pass->tokens - inputs->kept + i;
         if (token >= 0)
-            memcpy(to, job->qkv + (row * pass->tokens + token) * job->projected + first, (size_t)count * 4);
+            memcpy(to, inputs->from + (row * pass->tokens + token) * inputs->stride + first, (size_t)count * 4);
         else if (before)
-            memcpy(to, before + start + (pass->tokens + i) * channels + first, (size_t)count * 4);
+            memcpy(to, before + inputs->start + (pass->tokens + i) * inputs->channels + first, (size_t)count * 4);
         else
             memset(to, 0, (size_t)count * 4);
     }
 }
 
-void pllm_keep_inputs(const trunk_job *job, int64_t start, int64_t channels, int64_t kept, int thread, int threads) {
-    const int64_t first = channels * thread / threads, count = channels * (thread + 1) / threads - first;
+void pllm_keep_inputs(const trunk_job *job, const convolved *inputs, int thread, int threads) {
+    const int64_t first = inputs->channels * thread / threads, count = inputs->channels * (thread + 1) / threads - first;
     for (int stays = 0; stays < 2; stays++)
         for (int64_t row = 0; row < job->pass->rows; row++)
-            if (pllm_in_place(job->pass, row) == stays) pllm_keep_columns(job, row, start, channels, kept, first, count);
+            if (pllm_in_place(job->pass, row) == stays) pllm_keep_columns(job, inputs, row, first, count);
 }
 
 void pllm_delta_keep(const trunk_job *job, int64_t layer, int thread, int threads) {
     const pllm_trunk *trunk = job->trunk;
-    pllm_keep_inputs(job, pllm_delta_start(trunk, layer) + pllm_delta_inputs(trunk), pllm_delta_channels(trunk),
-                     trunk->delta_taps - 1, thread, threads);
+    const convolved inputs = {.from = job->qkv, .stride = job->projected,
+                              .start = pllm_delta_start(trunk, layer) + pllm_delta_inputs(trunk),
+                              .channels = pllm_delta_channels(trunk), .kept = trunk->delta_taps - 1};
+    pllm_keep_inputs(job, &inputs, thread, threads);
 }

@@ -32,6 +32,9 @@ typedef struct attention {
     uint16_t *opened;          /* [SCORE_TILE, the wider of both]: packed keys or values as bfloat16 */
     void *turned;              /* [SCORE_TILE, width]: keys in the order of values; without values only */
     float *maximum, *total, *sum;
+    const uint8_t *const *chosen; /* [queries]: whether a query sees each block of chosen_size positions; NULL in it, or
+                                     instead of all: every one */
+    int64_t chosen_size, chosen_start; /* the first block begins at this position of the page, which may be negative */
     int64_t count, width, value_width, first, last;
     int32_t dtype;
     float cap; /* scores are cap * tanh(score / cap); 0: they are not limited */

@@ -20,7 +20,8 @@ static void convolve_block(const trunk_job *job, int64_t layer, int64_t row, int
     float history[PLLM_MOST_TAPS][BLOCK_CHANNELS] = {0};
     for (int64_t i = 0; before && i < kept; i++)
         memcpy(history[i], before + start + i * channels + first, (size_t)count * 4);
-    pllm_keep_columns(job, row, start, channels, kept, first, count);
+    const convolved inputs = {.from = job->qkv, .stride = job->projected, .start = start, .channels = channels, .kept = kept};
+    pllm_keep_columns(job, &inputs, row, first, count);
     for (int64_t t = pass->tokens - 1; t >= 0; t--) {
         float *input = job->qkv + (row * pass->tokens + t) * job->projected + first;
         const float *taps[PLLM_MOST_TAPS];

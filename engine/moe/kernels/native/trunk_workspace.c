@@ -96,10 +96,19 @@ static int64_t joined_most(const pllm_trunk *trunk) {
     return MAX(MAX(most_heads(trunk) * widest_value(trunk), delta), trunk->convolution_layers ? trunk->hidden : 0);
 }
 
+/* Blocks of a position from which some have to be chosen; 0 where all are seen. */
+static int64_t most_blocks(const trunk_job *job) {
+    return job->trunk->block_size && pllm_chooses(job, job->pass->tokens - 1) ? pllm_block_limit(job) : 0;
+}
+
+/* Numbers of a position's residual streams, if there are several. */
+static int64_t streams_most(const pllm_trunk *trunk) { return trunk->stream_rank ? MAX(wide_of(trunk), trunk->stream_rank) : 0; }
+
 /* Columns of the widest matrix that reads job->input or a thread's own. */
 static int64_t widest_input(const pllm_trunk *trunk) {
     const int64_t latent = MAX(trunk->latent_rank, trunk->heads * trunk->latent_values);
-    return MAX(MAX(MAX(trunk->hidden, joined_most(trunk)), MAX(latent, trunk->own_width)), narrow_most(trunk));
+    const int64_t most = MAX(MAX(trunk->hidden, joined_most(trunk)), MAX(latent, trunk->own_width));
+    return MAX(MAX(most, narrow_most(trunk)), MAX(streams_most(trunk), trunk->lexical_width));
 }
 
 size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
@@ -113,12 +122,22 @@ size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
         queries = MAX(queries, together * heads->group);
     }
     char *at = base;
-    own->h = take(&at, few * trunk->hidden, 4);
+    own->h = take(&at, few * wide_of(trunk), 4);
     own->normed = take(&at, few * trunk->hidden, 4);
     own->beside = take(&at, has_norms(trunk) ? few * trunk->hidden : 0, 4);
     own->own_input = take(&at, trunk->own_width ? trunk->layer_count * trunk->own_width : 0, 4);
     own->gated = take(&at, few * trunk->own_width, 4);
     own->row = take(&at, trunk->hidden, 4);
+    own->wide = take(&at, few * streams_most(trunk), 4);
+    own->stream_ranks = take(&at, few * trunk->stream_rank, 4);
+    own->injection = take(&at, few * trunk->streams, 4);
+    const int64_t blocks = most_blocks(job);
+    own->chosen = take(&at, blocks ? queries : 0, sizeof(uint8_t *));
+    own->block_queries = take(&at, trunk->block_heads * trunk->block_width, 4);
+    own->block_key = take(&at, 2 * trunk->block_width, 4);
+    own->block_scores = take(&at, job->positions > FEW_LIMIT ? blocks : 0, 4);
+    own->block_heap = take(&at, blocks ? trunk->block_budget / trunk->block_size : 0, 4);
+    own->convolved = take(&at, trunk->lexical_taps ? wide_of(trunk) : 0, 4);
     own->joined = take(&at, few * joined_most(trunk), 4);
     own->shared_weights = take(&at, few, 4);
     own->logits = take(&at, FEW_LIMIT * expert_count(trunk), 4);
@@ -173,6 +192,7 @@ static void describe_heads(trunk_job *job, int64_t kind) {
         .queries = heads->heads * query,
         .values = heads->heads * query + heads->key_value_heads * heads->width,
         .gates = heads->heads * query + heads->key_value_heads * (heads->width + heads->value_width),
+        .blocks = heads->heads * query + heads->key_value_heads * (heads->width + heads->value_width) + most_gates(job->trunk),
         .query = query,
         .group = group,
         .row_group = heads->key_value_heads > 1 ? ROW_GROUP : MAX(1, MIN(ROW_GROUP, TOGETHER_QUERIES / group)),
@@ -189,7 +209,7 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     for (int64_t kind = 0; kind < trunk->kind_count; kind++) {
         describe_heads(job, kind);
         const head_shape *heads = job->shapes + kind;
-        job->projected = MAX(job->projected, heads->gates + most_gates(trunk));
+        job->projected = MAX(job->projected, heads->blocks + (trunk->block_heads + 1) * trunk->block_width);
     }
     const int64_t length = pass->start + pass->tokens;
     job->chunk_limit = pllm_chunk_limit(length) + pass->segment_count;
@@ -199,11 +219,20 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     size_t shared;
     experts_bytes(job, &job->own_experts, &shared);
     char *at = pass->workspace;
-    job->h = take(&at, many * trunk->hidden, 4);
+    job->h = take(&at, many * wide_of(trunk), 4);
     job->normed = take(&at, many * trunk->hidden, 4);
     job->beside = take(&at, has_norms(trunk) ? many * trunk->hidden : 0, 4);
     job->own_input = take(&at, positions * trunk->layer_count * trunk->own_width, 4);
     job->gated = take(&at, positions * trunk->own_width, 4);
+    job->chosen = take(&at, positions * most_blocks(job), 1);
+    job->block_scores = take(&at, MIN(positions, FEW_LIMIT) * most_blocks(job), 4);
+    job->wide = take(&at, many * streams_most(trunk), 4);
+    job->mixes = take(&at, trunk->stream_rank ? positions * (trunk->stream_rank + trunk->streams) : 0, 4);
+    job->stream_ranks = take(&at, many * trunk->stream_rank, 4);
+    job->stream_gates = take(&at, positions * streams_most(trunk), 4);
+    job->injection = take(&at, many * trunk->streams, 4);
+    job->lexical = take(&at, trunk->lexical_taps ? positions * (wide_of(trunk) + trunk->hidden) : 0, 4);
+    job->lexical_inputs = take(&at, trunk->lexical_taps ? positions * wide_of(trunk) : 0, 4);
     job->qkv = take(&at, positions * job->projected, 4);
     job->attended = take(&at, positions * joined_most(trunk), 4);
     job->out = take(&at, positions * trunk->hidden, 4);

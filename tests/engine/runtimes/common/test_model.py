@@ -31,12 +31,12 @@ from tests.engine.runtimes.subjects import (
 Loaded = Callable[..., LoadedModel]
 
 KINDS_OF_CACHES = {
-    "native": ("mistral", "qwen2_moe", "granitemoe", "gpt_oss", "qwen3_5_moe_text"),
+    "native": ("mistral", "qwen2_moe", "granitemoe", "gpt_oss", "qwen3_5_moe_text", "qwen4_exp_text"),
     "torch": ("llama", "mistral", "mixtral", "gpt_oss", "deepseek_v3", "minimax", "dbrx", "llama4_text"),
     "mlx": ("mistral", "mixtral", "gpt_oss", "deepseek_v3", "dbrx", "qwen3_next", "lfm2_moe", "gemma4_text"),
 }
 """Full attention, windows in all layers and in some, sinks, compressed keys and values, linear and chunked attention,
-delta-nets, short convolutions, two kinds of heads, attention in a block of its own."""
+delta-nets, short convolutions, two kinds of heads, chosen blocks, attention in a block of its own."""
 
 
 WITH_STATES = (

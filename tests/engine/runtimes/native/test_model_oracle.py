@@ -233,6 +233,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True, "moe_layers": [0, 2]},
     ),
+    "two streams, pairs of tokens, all text within the budget": (
+        "qwen4_exp_text",
+        {
+            "hc_count": 2,
+            "hc_lowrank": 60,
+            "ple_layer_ids": [2],
+            "ngram_size": 2,
+            "heads_per_ngram": 3,
+            "ple_conv_kernel_size": 4,
+            "indexer_budget": 400,
+            "output_gate_type": None,
+        },
+    ),
+    "no n-grams, single tokens chosen, an indexer wider than heads": (
+        "qwen4_exp_text",
+        {"ple_layer_ids": [], "indexer_compress_ratio": 1, "indexer_head_dim": 24, "indexer_budget": 5},
+    ),
+    "attention last and next to last, long blocks, n-grams of four tokens": (
+        "qwen4_exp_text",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "ngram_size": 4,
+            "indexer_compress_ratio": 9,
+            "indexer_budget": 18,
+            "norm_topk_prob": False,
+        },
+    ),
     "another activation": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "many experts": ("mixtral", {"num_local_experts": 40, "num_experts_per_tok": 6}),
 }
@@ -257,7 +284,7 @@ def test_variants_equal_the_library(name: str, tmp_path: Path, prepared: Callabl
     "family",
     [
         *("llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe", "gemma4_text"),
-        *("granitemoehybrid", "nemotron_h", "gemma2", "laguna"),
+        *("granitemoehybrid", "nemotron_h", "gemma2", "laguna", "qwen4_exp_text"),
     ],
 )
 def test_a_prompt_over_several_pieces_pages_and_score_tiles(
@@ -389,6 +416,7 @@ def test_latents_on_every_instruction_set(
         "mixtral",
         "gpt_oss",
         "qwen3_5_text",
+        "qwen4_exp_text",
         "glm4_moe",
         "lfm2_moe",
         "gemma4_text",

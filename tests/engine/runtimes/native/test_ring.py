@@ -29,8 +29,9 @@ pytestmark = needs_kernels
 TinyModel = Callable[..., Path]
 
 
-def test_nodes_with_other_numbers_of_threads_compute_the_same(tiny_model: TinyModel) -> None:
-    folder = tiny_model("qwen2_moe", max_position_embeddings=4096)
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen4_exp_text"])
+def test_nodes_with_other_numbers_of_threads_compute_the_same(family: str, tiny_model: TinyModel) -> None:
+    folder = tiny_model(family, max_position_embeddings=4096)
     alone = conversation(load_native(folder, cpu_threads=5), 1100)
     contexts = places(placement_for(folder, 3, "overlapping"))
     models = [
