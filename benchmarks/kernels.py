@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import SCALES
-from engine.models.formats.number_formats import BLOCK_SIDE, block_size, is_grouped, scales_shape
+from engine.models.formats.number_formats import BLOCK_SIDE, NVFP4_GROUP, block_size, is_grouped, scales_shape
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
     FORMATS,
@@ -137,11 +137,15 @@ class RandomLayer:
         self.expert_bytes = sum(weights.nbytes for weights in self._kept) // shape.experts
 
     def _add_scales(self, matrix: Matrix, dtype: str) -> None:
-        """As files usually have them: exponents for 32 values, two bytes for 64, or four for a block of FP8."""
-        matrix.group = {"OCP_MXFP4": 32, "BLOCK_FP8": BLOCK_SIDE}.get(dtype, 64)
+        """As files usually have them: exponents for 32 values, bytes for 16 and what each stands for, two bytes for 64,
+        or four for a block of FP8."""
+        matrix.group = {"OCP_MXFP4": 32, "GROUPED_NVFP4": NVFP4_GROUP, "BLOCK_FP8": BLOCK_SIDE}.get(dtype, 64)
         shape = (matrix.rows, matrix.columns // matrix.group)
         if dtype == "OCP_MXFP4":
             matrix.scales = self._keep(np.full(shape, 121, np.uint8))
+        elif dtype == "GROUPED_NVFP4":
+            table = np.full(256, 2.0**-6, np.float32)
+            matrix.scales, matrix.biases = self._keep(np.full(shape, 56, np.uint8)), self._keep(table.view(np.uint8))
         elif dtype == "BLOCK_FP8":
             size = np.full(scales_shape((matrix.rows, matrix.columns)), 2.0**-6, np.float32)
             matrix.scales, matrix.scale_dtype = self._keep(size.view(np.uint8)), WEIGHT_DTYPES["F32"]

@@ -108,6 +108,12 @@ STATIC simde__mmask32 _mm512_cmpeq_epi16_mask(simde__m512i v, simde__m512i w) {
     return r;
 }
 
+STATIC simde__m512 _mm512_i32gather_ps(simde__m512i at, const void *from, int step) {
+    simde__m512_private r = simde__m512_to_private(simde_mm512_setzero_ps());
+    OPENED(m512i, at);
+    EACH(i, 16) memcpy(&r.f32[i], (const char *)from + (int64_t)at_.i32[i] * step, 4);
+    return simde__m512_from_private(r);
+}
 STATIC simde__m512i _mm512_permutex_epi64(simde__m512i v, int places) {
     simde__m512i_private r = simde__m512i_to_private(v);
     OPENED(m512i, v);

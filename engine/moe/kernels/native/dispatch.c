@@ -116,11 +116,6 @@ int pllm_has(int set) {
 const kernel_set *pllm_kernels(int set, int dtype) {
     const int packed = is_packed(dtype), grouped = is_grouped(dtype), fp8 = dtype == PLLM_BLOCK_FP8;
     if (!pllm_has(set)) set = PLLM_SCALAR;
-#if defined(__x86_64__)
-    if (dtype == PLLM_GROUPED_NVFP4 && set != PLLM_SCALAR) return &pllm_set_avx2_grouped;
-#elif defined(__aarch64__)
-    if (dtype == PLLM_GROUPED_NVFP4 && set == PLLM_NEON) return &pllm_set_neon_grouped;
-#endif
     switch (set) {
 #if defined(__x86_64__)
     case PLLM_AVX2:

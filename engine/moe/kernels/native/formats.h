@@ -68,7 +68,7 @@ enum { NO_TABLE, IQ4_TABLE, FP4_TABLE, GRID };
     ROW(F16, 1, 2, UNPACKED)                                                                                       \
     PLLM_GROUPED_FORMATS(ROW)                                                                                      \
     ROW(BLOCK_FP8, 1, 1, UNPACKED)                                                                                 \
-    ROW(GROUPED_NVFP4, 32, 16, UNPACKED)
+    ROW(GROUPED_NVFP4, 32, 16, 0, 0, 16, 0, 16, FP4_TABLE)
 
 /* Where the other parts of a block begin, in bytes. */
 enum {

@@ -2,6 +2,7 @@
 
    DOT(codes, in, dtype)   for each lane the sum of the products of its 16 codes, which lie in four vectors, with those of
                            the input
+   DOT_OF_TWO(codes, in)   the same of the 8 codes in the first two vectors, which are 12 at most
    RAISED8                 what codes of eight bits, as they lie in the file, are above what DOT takes them for
    SET(name)               the name of this set's copy of a function */
 
@@ -29,10 +30,11 @@ ALWAYS_INLINE float added_up(lanes v) {
     return eight_added_up(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)));
 }
 
-ALWAYS_INLINE __m512i fp4_table(void) {
+/* What codes of four bits stand for, `raised`. */
+ALWAYS_INLINE __m512i fp4_table(const int raised) {
     static const int8_t fp4[16] = {FP4_VALUES};
     return _mm512_broadcast_i32x4(_mm_add_epi8(_mm_loadu_si128((const __m128i *)(const void *)fp4),
-                                               _mm_set1_epi8(FP4_RAISED)));
+                                               _mm_set1_epi8((char)raised)));
 }
 
 /* Whether codes are multiplied in the order of the values, not even and odd ones apart. */
@@ -81,12 +83,61 @@ ALWAYS_INLINE void unit_codes(const uint8_t *codes, const int dtype, __m512i to[
     to[1] = _mm512_and_si512(_mm512_srli_epi16(first, 4), mask);
     to[2] = _mm512_and_si512(second, mask);
     to[3] = _mm512_and_si512(_mm512_srli_epi16(second, 4), mask);
-    if (dtype == PLLM_OCP_MXFP4) UNROLL for (int i = 0; i < 4; i++) to[i] = _mm512_shuffle_epi8(fp4_table(), to[i]);
+    if (dtype == PLLM_OCP_MXFP4) UNROLL for (int i = 0; i < 4; i++) to[i] = _mm512_shuffle_epi8(fp4_table(FP4_RAISED), to[i]);
+}
+
+/* Half of what the 16 scales of a unit of NVFP4 stand for, one for each half of a block. Scales usually have no sign, and
+   their 128 numbers are looked up in registers: gathering them takes longer than the products. */
+ALWAYS_INLINE __m512 nvfp4_scales(const uint8_t *scales, const uint8_t *table) {
+    const __m128i bytes = eight_words(scales);
+    const __m512i at = _mm512_cvtepu8_epi32(bytes);
+    if (_mm_movemask_epi8(bytes)) return _mm512_i32gather_ps(at, (const float *)(const void *)table, 4);
+    __m512 found[4];
+    UNROLL for (int i = 0; i < 4; i++)
+        found[i] = _mm512_permutex2var_ps(_mm512_loadu_ps(table + 128 * i), at, _mm512_loadu_ps(table + 128 * i + 64));
+    const __mmask16 odd = _mm512_test_epi32_mask(at, _mm512_set1_epi32(32));
+    return _mm512_mask_blend_ps(_mm512_test_epi32_mask(at, _mm512_set1_epi32(64)),
+                                _mm512_mask_blend_ps(odd, found[0], found[1]),
+                                _mm512_mask_blend_ps(odd, found[2], found[3]));
+}
+
+/* A unit of NVFP4: the lanes of a block have eight values of its first half in two vectors, and eight of its second half in
+   the others. The input gets the signs. */
+ALWAYS_INLINE void add_nvfp4(const uint8_t *codes, const uint8_t *scales, const uint8_t *table,
+                             const unit_input *const *x, lanes *sums, const int M) {
+    const __m512 own = nvfp4_scales(scales, table);
+    const __m512i places = _mm512_setr_epi32(0, 0, 8, 8, 2, 2, 10, 10, 4, 4, 12, 12, 6, 6, 14, 14);
+    const __m512 halves[2] = {_mm512_permutexvar_ps(places, own),
+                              _mm512_permutexvar_ps(_mm512_add_epi32(places, _mm512_set1_epi32(1)), own)};
+    const __m512i sizes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, 1, 2, 3, 4, 6, 8, 12));
+    __m512i four[4];
+    __mmask64 negative[4];
+    unit_codes(codes, PLLM_GROUPED_NVFP4, four);
+    UNROLL for (int i = 0; i < 4; i++) {
+        negative[i] = _mm512_test_epi8_mask(four[i], _mm512_set1_epi8(8));
+        four[i] = _mm512_shuffle_epi8(sizes, four[i]);
+    }
+    UNROLL for (int m = 0; m < M; m++) {
+        const __m512 by = _mm512_loadu_ps(x[m]->scales);
+        UNROLL for (int half = 0; half < 2; half++) {
+            __m512i in[2];
+            UNROLL for (int i = 0; i < 2; i++) {
+                in[i] = _mm512_loadu_si512(x[m]->apart[2 * half + i]);
+                in[i] = _mm512_mask_sub_epi8(in[i], negative[2 * half + i], _mm512_setzero_si512(), in[i]);
+            }
+            const __m512i dots = DOT_OF_TWO(four + 2 * half, in);
+            sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_mul_ps(halves[half], by), sums[m]);
+        }
+    }
 }
 
 ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,
                             const group_reader *reader, const unit_input *const *x, lanes *sums, const int dtype,
                             const int M) {
+    if (dtype == PLLM_GROUPED_NVFP4) {
+        add_nvfp4(codes, scales, biases, x, sums, M);
+        return;
+    }
     const float raised = dtype == PLLM_AFFINE8 ? -RAISED8 : dtype == PLLM_OCP_MXFP4 ? FP4_RAISED : 0;
     __m256 added;
     const __m256 own = scales_of(scales, biases, reader, dtype, raised, &added);
@@ -103,5 +154,5 @@ ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const u
 }
 
 #define MOST_TOKENS 8
-#define MORE_FORMATS(ROW)
+#define MORE_FORMATS(ROW) ROW(GROUPED_NVFP4)
 #include "grouped_rows_template.h"

@@ -17,7 +17,12 @@ static inline __attribute__((always_inline)) __m512i dot(const __m512i codes[4],
     return sum;
 }
 
+static inline __attribute__((always_inline)) __m512i dot_of_two(const __m512i codes[2], const __m512i in[2]) {
+    return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), codes[0], in[0]), codes[1], in[1]);
+}
+
 #define RAISED8 0
+#define DOT_OF_TWO dot_of_two
 #define DOT(codes, in, dtype) dot(codes, in)
 
 #include "vector_avx512f.h"
@@ -38,7 +43,8 @@ ALWAYS_INLINE __m512i codes_in_order(const uint8_t *from, const int64_t count, c
     /* Each byte in 16 bits, the second half of it moved up to the next eight. */
     const __m512i wide = _mm512_cvtepu8_epi16(bytes);
     const __m512i codes = _mm512_and_si512(_mm512_or_si512(wide, _mm512_slli_epi16(wide, 4)), _mm512_set1_epi8(15));
-    return dtype == PLLM_OCP_MXFP4 ? _mm512_shuffle_epi8(fp4_table(), codes) : codes;
+    if (table_of(dtype) == FP4_TABLE) return _mm512_shuffle_epi8(fp4_table(above_of(dtype)), codes);
+    return dtype == PLLM_OCP_MXFP4 ? _mm512_shuffle_epi8(fp4_table(FP4_RAISED), codes) : codes;
 }
 
 /* For sixteen rows, those of vector v, a unit of up to UNIT values; `blocks` of 32. */
@@ -53,6 +59,19 @@ ALWAYS_INLINE void open_unit(panel_block *to, const int v, const uint8_t *const 
         avx512f_transpose(lanes);
         UNROLL for (int i = 0; i < 16; i++)
             if (pair + i / 8 < blocks) _mm512_storeu_ps((float *)(void *)(to[pair + i / 8].codes[i % 8] + 64 * v), lanes[i]);
+    }
+    if (dtype == PLLM_GROUPED_NVFP4) {
+        const __m512i apart = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+        for (int r = 0; r < 16; r++) {
+            uint8_t own[UNIT_SCALES] = {0};
+            memcpy(own, scales[r], (size_t)blocks * 2);
+            lanes[r] = _mm512_permutexvar_ps(apart, nvfp4_scales(own, biases[r]));
+        }
+        avx512f_transpose(lanes);
+        for (int block = 0; block < blocks; block++)
+            UNROLL for (int half = 0; half < 2; half++)
+                _mm512_storeu_ps(to[block].scales[half] + 16 * v, lanes[8 * half + block]);
+        return;
     }
     const size_t bytes = (size_t)(divided_up(blocks * reader->groups, UNIT_GROUPS) * reader->width);
     for (int r = 0; r < 16; r++) {
@@ -81,7 +100,7 @@ ALWAYS_INLINE void open_panel(panel_block *to, const pllm_matrix *matrix, const 
                 const int64_t own = row + MIN(16 * v + r, rows - 1);
                 codes[r] = (const uint8_t *)matrix->data + own * reader.code_bytes + bytes_of_values(dtype, first + k);
                 scales[r] = (const uint8_t *)matrix->scales + own * reader.scale_bytes + at;
-                biases[r] = biases_of(matrix) + own * reader.scale_bytes + at;
+                biases[r] = biases_of(matrix) + (dtype == PLLM_GROUPED_NVFP4 ? 0 : own * reader.scale_bytes + at);
             }
             open_unit(to, v, codes, scales, biases, &reader, MIN(UNIT, count - k) / GROUP_VALUES, dtype);
         }
@@ -95,6 +114,7 @@ void pllm_grouped_avx512_vnni_open_panel(panel_block *to, const pllm_matrix *mat
                                          int64_t first, int64_t count) {
     switch (matrix->dtype) {
         PLLM_GROUPED_FORMATS(OPEN_PANEL)
+        MORE_FORMATS(OPEN_PANEL)
     default: break;
     }
 }

@@ -36,7 +36,13 @@ static inline __attribute__((always_inline)) __m512i dot(const __m512i codes[4],
     return _mm512_madd_epi16(all, ones);
 }
 
+static inline __attribute__((always_inline)) __m512i dot_of_two(const __m512i codes[2], const __m512i in[2]) {
+    const __m512i pairs = _mm512_add_epi16(_mm512_maddubs_epi16(codes[0], in[0]), _mm512_maddubs_epi16(codes[1], in[1]));
+    return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+}
+
 #define RAISED8 128
+#define DOT_OF_TWO dot_of_two
 #define DOT(codes, in, dtype) dot(codes, in, dtype)
 
 #undef SET
@@ -150,7 +156,7 @@ ALWAYS_INLINE void open_row(const pllm_matrix *matrix, int64_t row, int64_t firs
 void pllm_grouped_avx512f_open(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, float *to) {
     switch (matrix->dtype) {
         PLLM_GROUPED_FORMATS(OPEN_ROW)
-    default: break;
+    default: pllm_grouped_scalar_open(matrix, row, first, count, to);
     }
 }
 

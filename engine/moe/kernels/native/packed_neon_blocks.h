@@ -140,7 +140,8 @@ ALWAYS_INLINE int8x16_t codes_of(const uint8_t *b, const int g, const int dtype)
     }
     case PLLM_AFFINE4: codes = nibbles_in_order(from, half); break;
     case PLLM_AFFINE8: codes = veorq_u8(vld1q_u8(from + 16 * half), vdupq_n_u8(0x80)); break;
-    case PLLM_OCP_MXFP4: return looked_up(nibbles_in_order(from, half), dtype);
+    case PLLM_OCP_MXFP4:
+    case PLLM_GROUPED_NVFP4: return looked_up(nibbles_in_order(from, half), dtype);
     case PLLM_Q8_0: return vld1q_s8((const int8_t *)from + 16 * half);
     default:
         codes = nibble(from, half);

@@ -90,7 +90,14 @@ ALWAYS_INLINE void open_group_scales(const pllm_matrix *matrix, const int64_t ow
                                      const int64_t first, const int64_t blocks, const int dtype) {
     const group_reader reader = reader_of(matrix);
     const uint8_t *scales = (const uint8_t *)matrix->scales + own * reader.scale_bytes;
-    const uint8_t *biases = biases_of(matrix) + own * reader.scale_bytes;
+    const uint8_t *biases = biases_of(matrix);
+    if (dtype == PLLM_GROUPED_NVFP4) {
+        scales += first / FINEST;
+        for (int64_t i = 0; i < 2 * blocks; i++)
+            to[i / 2].scales[i % 2][row] = group_scale(scales + i, dtype, reader.kind, biases);
+        return;
+    }
+    biases += own * reader.scale_bytes;
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t at = (first + block * INPUT_BLOCK) / matrix->group * reader.width;
         const float scale = group_number(scales + at, reader.kind);
@@ -141,11 +148,12 @@ ALWAYS_INLINE void open_panel(panel_block *panel, const panel_source *from, cons
 
 PLLM_BLOCK_FORMATS(OPEN_PANEL)
 PLLM_GROUPED_FORMATS(OPEN_PANEL)
+OPEN_PANEL(GROUPED_NVFP4)
 
 typedef void (*open_function)(panel_block *to, const panel_source *from);
 
 static const open_function open_table[PLLM_DTYPES] = {
-    PLLM_BLOCK_FORMATS(PANEL_NAME) PLLM_GROUPED_FORMATS(PANEL_NAME)
+    PLLM_BLOCK_FORMATS(PANEL_NAME) PLLM_GROUPED_FORMATS(PANEL_NAME) PANEL_NAME(GROUPED_NVFP4)
 };
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */

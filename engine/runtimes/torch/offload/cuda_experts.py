@@ -36,6 +36,8 @@ _UNPACKING_THREADS = 256
 
 _INPUTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 """Names of a token's dtypes in the kernels."""
+_WITH_TABLE = "GROUPED_NVFP4"
+"""The format whose "biases" are one table for all rows."""
 _PLAIN = ("F32", "BF16", "F16")
 _ALIGNMENT = 4
 """Default alignment of weights' addresses, in bytes. Blocks have the largest power of two that divides their size."""
@@ -149,14 +151,19 @@ def _grouped(matrix: SlotMatrix) -> Part | None:
     per_row = scales.shape[1]
     fp8 = matrix.format == "BLOCK_FP8"
     group = fp8_side(matrix.shape, scales.shape) if fp8 else columns // per_row
+    by_row = matrix.groups
+    if matrix.format == _WITH_TABLE:
+        if biases is None or biases.format != "F32" or biases.offset % _ALIGNMENT:
+            return None
+        by_row = matrix.groups[:1]
+    elif biases is not None and biases.format != scales.format:
+        return None
     if (
         group is None
         or (group % PIECE and not fp8)
         or scales.format not in _KINDS
-        or any(each.stride != (per_row, 1) for each in matrix.groups)
+        or any(each.stride != (per_row, 1) for each in by_row)
     ):
-        return None
-    if biases is not None and biases.format != scales.format:
         return None
     numbers, nbytes = GROUPED[matrix.format]
     return Part(
@@ -219,7 +226,7 @@ def _split(both: Part) -> tuple[Part, Part]:
         rows=rows,
         codes=both.codes + rows * both.row_bytes,
         scales=moved(both.scales),
-        biases=moved(both.biases),
+        biases=both.biases if both.format == _WITH_TABLE else moved(both.biases),
     )
     return replace(both, rows=rows), up
 

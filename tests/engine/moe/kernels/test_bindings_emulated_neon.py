@@ -27,7 +27,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 NATIVE = Path(bindings.__file__).parent / "native"
 I8MM, DOTPROD, NEITHER = "max", "cortex-a76", "cortex-a72"
 """Processors: with matrix products of bytes, with dot products of bytes, with neither."""
-NAMES = (*BLOCKS, *(name for name in GROUPED if name not in ("BLOCK_FP8", "GROUPED_NVFP4")))
+NAMES = (*BLOCKS, *(name for name in GROUPED if name != "BLOCK_FP8"))
 ROWS, TOKENS = 35, 20
 FEW_BYTES, FEW_FLOATS = 8, 16
 """Most tokens that are not multiplied in panels, with panels of bytes and of float32."""
@@ -56,7 +56,7 @@ class Weights:
     def group(self) -> int:
         if self.scales is None:
             return 0
-        return 32 if self.name == "OCP_MXFP4" else 64
+        return {"OCP_MXFP4": 32, "GROUPED_NVFP4": 16}.get(self.name, 64)
 
     def matrix(self) -> Matrix:
         scales, biases = (None if part is None else part.ctypes.data for part in (self.scales, self.biases))
@@ -84,6 +84,9 @@ def weights(name: str) -> Weights:
     codes = generator.integers(0, 256, words_shape(name, (ROWS, columns)), np.uint8)
     if name == "OCP_MXFP4":
         return Weights(name, columns, codes, generator.integers(118, 124, (ROWS, columns // 32), np.uint8), None, x)
+    if name == "GROUPED_NVFP4":  # and the number that each byte stands for
+        own, table = generator.integers(0, 256, (ROWS, columns // 16), np.uint8), generator.standard_normal(256)
+        return Weights(name, columns, codes, own, table.astype(np.float32), x)
     scales = generator.uniform(0.01, 0.02, (ROWS, columns // 64)).astype(np.float32)
     middle = 2.0 ** (int(name[-1]) - 1) + generator.standard_normal(scales.shape)
     return Weights(name, columns, codes, scales, (-scales * middle).astype(np.float32), x)

@@ -555,6 +555,16 @@ struct OCP_MXFP4 {
     }
 };
 
+// What half of each of the 256 scales stands for is a table of the matrix.
+struct GROUPED_NVFP4 {
+    static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
+        const Codes<4> codes(slot + matrix.codes + row * matrix.row_bytes + 4 * piece);
+        const int own = slot[matrix.scales + Grouped::place(matrix, row, piece)];
+        const float scale = number_at(slot + matrix.biases, FLOAT32, own);
+        EACH_NUMBER out[i] = scale * doubled_fp4(codes[i]);
+    }
+};
+
 struct BLOCK_FP8 {
     static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
         const Codes<8> codes(slot + matrix.codes + row * matrix.row_bytes + PIECE * piece);

@@ -81,7 +81,7 @@ template <typename Format, typename Output> void call_unpack(void **a) {
 #define BLOCKS(format, ...) KERNELS("Blocks<" #format ">", Blocks<format>),
 
 static const std::map<std::string, Caller> kernels = {
-    WHOLE(F32), WHOLE(BF16), WHOLE(F16), WHOLE(OCP_MXFP4), WHOLE(BLOCK_FP8), WHOLE(AFFINE2),
+    WHOLE(F32), WHOLE(BF16), WHOLE(F16), WHOLE(OCP_MXFP4), WHOLE(GROUPED_NVFP4), WHOLE(BLOCK_FP8), WHOLE(AFFINE2),
     WHOLE(AFFINE3), WHOLE(AFFINE4), WHOLE(AFFINE5), WHOLE(AFFINE6), WHOLE(AFFINE8),
     PLLM_BLOCK_FORMATS(BLOCKS)
 };

@@ -39,8 +39,7 @@ from tests.support.shared_folders import shared_root, written_once
 
 NATIVE = Path(bindings.__file__).parent / "native"
 SILU = Activation("silu")
-WITH_KERNELS = tuple(name for name in GROUPED if name != "GROUPED_NVFP4")  # which torch's operations unpack
-FORMATS = ("F32", "BF16", "F16", *BLOCKS, *WITH_KERNELS, "BLOCK_FP8 of rows", "BLOCK_FP8 of the whole")
+FORMATS = ("F32", "BF16", "F16", *BLOCKS, *GROUPED, "BLOCK_FP8 of rows", "BLOCK_FP8 of the whole")
 
 
 class EmulatedLauncher:
@@ -117,6 +116,9 @@ def stored(name: str, rows: int, columns: int, offset: int, seed: int) -> tuple[
     elif name == "OCP_MXFP4":
         exponents = torch.randint(120, 126, (rows, columns // 32), generator=generator, dtype=torch.uint8)
         groups = [part("U8", exponents, at)]
+    elif name == "GROUPED_NVFP4":
+        own = torch.randint(0, 256, (rows, columns // 16), generator=generator, dtype=torch.uint8)
+        groups = [part("U8", own, at), part("F32", numbers(1, 256), at + own.nbytes)]
     else:
         scales = part("BF16", numbers(rows, columns // 64, dtype=torch.bfloat16), at)
         groups = [scales, part("BF16", numbers(rows, columns // 64, dtype=torch.bfloat16), at + scales[0].nbytes)]
@@ -200,7 +202,7 @@ def test_experts_give_torchs_results(name: str, fused: bool, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", ["BF16", "Q8_0", "MXFP4", "AFFINE4", "OCP_MXFP4"])
+@pytest.mark.parametrize("name", ["BF16", "Q8_0", "MXFP4", "AFFINE4", "OCP_MXFP4", "GROUPED_NVFP4"])
 def test_biases_and_a_gate_of_its_own(name: str, fused: bool, launcher: EmulatedLauncher) -> None:
     gate = Activation("clamped", 1.7, 7.0)
     slot, layout = expert(all_of(name, fused), 256, 128, biases="BF16" if name == "BF16" else "F32")
