@@ -220,6 +220,16 @@ class LoadedModel(LoadedWeights):
         """An empty cache of one row."""
 
     @property
+    def rows_together(self) -> int:
+        """Maximum number of rows in a step of :meth:`step_together` that each get the bits of a step alone."""
+        return 1
+
+    def step_together(self, steps: Sequence[tuple[TokenRows, Sequence[int]]]) -> list[Logits]:
+        """Run :meth:`TokenRows.step` of several rows of this model, with their tokens, in one pass if possible. Returns
+        the logits [rows, vocabulary] of each."""
+        return [rows.step(tokens) for rows, tokens in steps]
+
+    @property
     def popularity(self) -> Popularity | None:
         """The number of routes to each expert since the model was loaded; None if they are not counted, as for a dense
         model."""

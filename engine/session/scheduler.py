@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -41,8 +41,7 @@ class Scheduler:
 
     A round runs one step of every program that decodes, or one pass over a prompt. While both wait, time is shared by
     :data:`READING_SHARE`. On a runtime that lets others run between the layers of a pass, steps also run there, so that
-    a long prompt does not make answers wait. Each pass has the rows of one program only, and its outcome depends on
-    nothing else.
+    a long prompt does not make answers wait. A step has the rows of as many programs as get the same bits alone.
     """
 
     def __init__(
@@ -129,17 +128,34 @@ class Scheduler:
         return self._reading_s * (1 - READING_SHARE) <= self._decoding_s * READING_SHARE
 
     def _decode(self) -> None:
-        begun = self._clock()
+        begun, batch, rows = self._clock(), list[_Running](), 0
         for running in self._waiting_for(Decoding):
-            work = running.work
-            assert isinstance(work, Decoding)
-            self._run(running, partial(self._step, work))
+            count = len(_decoding(running).tokens)
+            if batch and rows + count > self._model.rows_together:
+                self._step(batch)
+                batch, rows = [], 0
+            batch.append(running)
+            rows += count
+        if batch:
+            self._step(batch)
         self._decoding_s += self._clock() - begun
 
-    def _step(self, work: Decoding) -> Outcome:
+    def _step(self, batch: Sequence[_Running]) -> None:
+        """Run the next step of each of ``batch`` in one pass."""
+        works = [_decoding(running) for running in batch]
+
+        def steps() -> Sequence[Outcome]:
+            if len(works) == 1:
+                return [self._single_step(works[0])]
+            self._settle(None)
+            return self._model.step_together([(work.rows, work.tokens) for work in works])
+
+        self._run(batch, steps)
+
+    def _single_step(self, work: Decoding) -> Outcome:
         """Run ``work``. A token is chosen where the logits are only if no other program's passes come between."""
         alone = work.sampler is not None and len(self._running) == 1
-        self._settle(None if not alone else work.rows)
+        self._settle(work.rows if alone else None)
         if alone and work.sampler is not None:
             chosen = work.rows.step_choosing(work.tokens[0], work.sampler)
             if chosen is not None:
@@ -168,28 +184,30 @@ class Scheduler:
                 self._reading_s = self._decoding_s = 0.0
             begun = self._clock()
 
-        def pass_over() -> Outcome:
+        def pass_over() -> Sequence[Outcome]:
             work.check()
             self._settle(None)
             self._model.between_layers, self._model.beside = work.check, beside
             try:
                 run = work.rows.replay if work.as_steps else work.rows.extend
-                return run(work.tokens, want_logits=work.want_logits)
+                return [run(work.tokens, want_logits=work.want_logits)]
             finally:
                 self._model.between_layers = self._model.beside = None
 
-        self._run(running, pass_over)
+        self._run([running], pass_over)
         self._reading_s += self._clock() - begun
 
-    def _run(self, running: _Running, run: Callable[[], Outcome]) -> None:
-        """Run the pass that ``running`` waits for, and the program with its outcome up to its next one."""
-        running.work = None
-        self._model.recorder.enabled = running.measured
+    def _run(self, batch: Sequence[_Running], run: Callable[[], Sequence[Outcome]]) -> None:
+        """Run the pass that all of ``batch`` wait for, and each program with its outcome up to its next one."""
+        for running in batch:
+            running.work = None
+        self._model.recorder.enabled = any(running.measured for running in batch)
+        outcomes: Sequence[Outcome | BaseException]
         try:
-            outcome = run()
+            outcomes = run()
         except BaseException as error:
-            self._resume(running, error)
-        else:
+            outcomes = [error] * len(batch)
+        for running, outcome in zip(batch, outcomes, strict=True):
             self._resume(running, outcome)
 
     def _resume(self, running: _Running, outcome: Outcome | BaseException) -> None:
@@ -213,3 +231,8 @@ class Scheduler:
         self._ahead = None
         self._model.recorder.enabled = False
         tell()
+
+
+def _decoding(running: _Running) -> Decoding:
+    assert isinstance(running.work, Decoding)
+    return running.work

@@ -279,6 +279,17 @@ class CSegment(ctypes.Structure):
     )
 
 
+class CGroup(ctypes.Structure):
+    """``pllm_group``."""
+
+    _fields_ = (
+        ("segments", ctypes.POINTER(CSegment)),
+        ("segment_count", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+    )
+
+
 Stop = ctypes.CFUNCTYPE(ctypes.c_int)
 """``pllm_stop``."""
 STOPPED = -4
@@ -298,7 +309,7 @@ class Pass(ctypes.Structure):
         ("block_cosine", ctypes.c_void_p),
         ("block_sine", ctypes.c_void_p),
         ("query_scale", ctypes.c_void_p),
-        ("segments", ctypes.POINTER(CSegment)),
+        ("groups", ctypes.POINTER(CGroup)),
         ("logits", ctypes.c_void_p),
         ("states_before", ctypes.c_void_p),
         ("states_after", ctypes.c_void_p),
@@ -306,10 +317,9 @@ class Pass(ctypes.Structure):
         ("workspace", ctypes.c_void_p),
         ("stop", Stop),
         ("stop_interval", ctypes.c_int64),
-        ("segment_count", ctypes.c_int64),
+        ("group_count", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("tokens", ctypes.c_int64),
-        ("start", ctypes.c_int64),
         ("first_layer", ctypes.c_int64),
         ("last_layer", ctypes.c_int64),
         ("as_steps", ctypes.c_int64),

@@ -604,6 +604,15 @@ class States:
         return sum(buffer.numbers.nbytes for buffer in buffers.values())
 
 
+def joined_addresses(of_caches: Sequence[tuple[Any, Any]]) -> tuple[Any, Any] | None:
+    """What :meth:`States.begin` gave for several caches, for all their rows; None if there are none."""
+    if len(of_caches) < 2:
+        return of_caches[0] if of_caches else None
+    sides = ([place for addresses in side for place in addresses] for side in zip(*of_caches, strict=True))
+    before, after = ((ctypes.c_void_p * len(side))(*side) for side in sides)
+    return before, after
+
+
 def _addresses(buffers: Sequence[_Buffer | None]) -> Any:
     places = (ctypes.c_void_p * len(buffers))()
     for index, buffer in enumerate(buffers):

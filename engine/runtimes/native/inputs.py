@@ -106,8 +106,22 @@ class PassInputs:
         ids = np.array([pictures.ids], dtype=np.int32)
         return replace(plain, ids=ids, given=pictures.given, ends=pictures.ends, given_id=shown.sight.given)
 
+    @classmethod
+    def joined(cls, inputs: Sequence[PassInputs]) -> PassInputs:
+        """The inputs of a step of several caches, with the angles of each one's position; those of one as they are."""
+        if len(inputs) == 1:
+            return inputs[0]
+        kinds = range(len(inputs[0].cosine))
+        return cls(
+            np.concatenate([each.ids for each in inputs]),
+            tuple(np.concatenate([each.cosine[kind] for each in inputs]) for kind in kinds),
+            tuple(np.concatenate([each.sine[kind] for each in inputs]) for kind in kinds),
+        )
+
     def part(self, first: int, end: int) -> PassInputs:
         """The inputs of some of the tokens."""
+        if (first, end) == (0, self.ids.shape[1]):
+            return self
         return replace(
             self,
             ids=np.ascontiguousarray(self.ids[:, first:end]),

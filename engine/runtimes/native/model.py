@@ -20,8 +20,8 @@ from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
 from engine.pictures.shown import PicturePass
 from engine.runtimes.common.model import LocalModel, LocalRows
-from engine.runtimes.native.bindings import MEANING, PARTS, STEPS_TOGETHER, STOPPED, Pass, Stop, native
-from engine.runtimes.native.cache import AlikeLayers, PageShape, Segments, States
+from engine.runtimes.native.bindings import MEANING, PARTS, STEPS_TOGETHER, STOPPED, CGroup, Pass, Stop, native
+from engine.runtimes.native.cache import AlikeLayers, PageShape, Segments, States, joined_addresses
 from engine.runtimes.native.inputs import Angles, PassInputs, pieces, query_scales
 from engine.runtimes.native.lexicon import Lexicon
 from engine.runtimes.native.ring import RingTrunk
@@ -83,6 +83,15 @@ class _Workspace:
             self.memory = np.empty(0, np.uint8)
             self.memory = np.empty(nbytes + nbytes // 8 + 64, np.uint8)
         return -(-int(self.memory.ctypes.data) // 64) * 64
+
+
+@dataclass(frozen=True)
+class PassPart:
+    """Rows of a pass that share a cache: ``tokens`` [rows][tokens], and what ``pictures`` change."""
+
+    tokens: list[list[int]]
+    cache: Segments
+    pictures: PicturePass | None
 
 
 @dataclass(frozen=True)
@@ -167,31 +176,47 @@ class NativeModel(LocalModel):
     def run(
         self,
         phase: Phase,
-        tokens: list[list[int]],
-        cache: Segments,
+        parts: Sequence[PassPart],
         want_logits: bool,
         as_steps: bool = False,
-        pictures: PicturePass | None = None,
     ) -> Logits | None:
-        """See :meth:`engine.runtimes.common.model.LocalRows._pass`; ``cache`` is that of the rows."""
+        """Run one pass over ``parts``, several only of one token a row.
+
+        See :meth:`engine.runtimes.common.model.LocalRows._pass`. Logits are those of all rows, [rows, vocabulary].
+        """
         try:
-            with self.one_pass(phase, tokens) as measured:
+            with self.one_pass(phase, [row for part in parts for row in part.tokens]) as measured:
                 assert self._weights is not None
                 before = self._counts() if measured else {}
                 seconds = np.zeros((self._shape.layers, len(PARTS)))
                 with self._workspace(phase) as workspace:
                     call = _Call(self._weights, phase, workspace, seconds, as_steps)
-                    logits = self._pieces(call, tokens, cache, want_logits, pictures)
+                    logits = self._pieces(call, parts, want_logits)
                 if measured:
                     self._record(before, seconds)
         except BaseException:
-            if cache.states is not None:
-                cache.states.give_up()
+            for part in parts:
+                if part.cache.states is not None:
+                    part.cache.states.give_up()
             raise
-        cache.commit(len(tokens[0]))
+        for part in parts:
+            part.cache.commit(len(part.tokens[0]))
         if logits is not None and self._ring is not None and not self._ring.logits:
             return logits[:, :0]
         return logits
+
+    @property
+    def rows_together(self) -> int:
+        return STEPS_TOGETHER if self._ring is None else 1
+
+    def step_together(self, steps: Sequence[tuple[TokenRows, Sequence[int]]]) -> list[Logits]:
+        parts = []
+        for rows, tokens in steps:
+            assert isinstance(rows, NativeTokenRows)
+            parts.append(rows.part_of_step(tokens))
+        logits = self.run("decode", parts, want_logits=True)
+        assert logits is not None
+        return np.split(logits, np.cumsum([len(tokens) for _, tokens in steps])[:-1])
 
     @contextmanager
     def _workspace(self, phase: Phase) -> Iterator[_Workspace]:
@@ -204,26 +229,30 @@ class NativeModel(LocalModel):
             if phase == "decode" or kept.nbytes <= max(KEPT_BYTES, KEPT_SHARE * memory().free):
                 self._workspaces.append(kept)
 
-    def _pieces(
-        self,
-        call: _Call,
-        tokens: list[list[int]],
-        cache: Segments,
-        want_logits: bool,
-        pictures: PicturePass | None,
-    ) -> Logits | None:
+    def _pieces(self, call: _Call, parts: Sequence[PassPart], want_logits: bool) -> Logits | None:
         """Run a long prefill in pieces. Only the last piece gives logits. Nothing is committed here."""
-        count, start = len(tokens[0]), cache.length
-        table, segments = cache.room_for(count)
+        count, start = len(parts[0].tokens[0]), parts[0].cache.length
         # A step is one call, which nothing ends before its time but a change of the files, and then the model is lost.
         whole = call.phase == "decode" and self._ring is None
-        states = None if cache.states is None else cache.states.begin(in_place=whole)
-        inputs = PassInputs.of(tokens, start, self._angles, pictures, self.pictures)
-        logits: Logits | None = np.empty((len(tokens), self._shape.vocabulary), np.float32) if want_logits else None
+        tables = [part.cache.room_for(count) for part in parts]
+        states = joined_addresses([part.cache.states.begin(whole) for part in parts if part.cache.states is not None])
+        inputs = PassInputs.joined(
+            [
+                PassInputs.of(part.tokens, part.cache.length, self._angles, part.pictures, self.pictures)
+                for part in parts
+            ]
+        )
+        rows = sum(len(part.tokens) for part in parts)
+        logits: Logits | None = np.empty((rows, self._shape.vocabulary), np.float32) if want_logits else None
         for first, end in pieces(start, count, inputs.ends):
+            groups = (CGroup * len(parts))()
+            for group, part, (table, segments) in zip(groups, parts, tables, strict=True):
+                group.segments, group.segment_count = table, segments
+                group.rows, group.start = len(part.tokens), part.cache.length + first
+            scales = [query_scales(self._shape, group.start, end - first) for group in groups]
+            growth = None if scales[0] is None else np.concatenate([each for each in scales if each is not None])
             found = logits if end == count else None
-            piece = inputs.part(first, end)
-            self._one_pass(call, piece, start + first, table, segments, states, found, first == 0)
+            self._one_pass(call, inputs.part(first, end), groups, growth, states, found, first == 0)
             if states is not None:
                 states = (states[1], states[1])
         return logits
@@ -232,15 +261,13 @@ class NativeModel(LocalModel):
         self,
         call: _Call,
         inputs: PassInputs,
-        start: int,
-        table: Any,
-        segments: int,
+        groups: Any,
+        growth: NDArray[np.float32] | None,
         states: tuple[Any, Any] | None,
         logits: Logits | None,
         begins: bool,
     ) -> None:
         rows, count = inputs.ids.shape
-        growth = query_scales(self._shape, start, count)
         # Another pass, between layers of this one, may bring longer arrays.
         cosine, sine = self._angles[0].cosine, self._angles[0].sine
         lexicon = self._lexicon
@@ -255,15 +282,14 @@ class NativeModel(LocalModel):
             block_cosine=cosine.ctypes.data,
             block_sine=sine.ctypes.data,
             query_scale=None if growth is None else growth.ctypes.data,
-            segments=table,
+            groups=groups,
             logits=None if logits is None else logits.ctypes.data,
             states_before=None if states is None else ctypes.addressof(states[0]),
             states_after=None if states is None else ctypes.addressof(states[1]),
             seconds=call.seconds.ctypes.data,
-            segment_count=segments,
+            group_count=len(groups),
             rows=rows,
             tokens=count,
-            start=start,
             last_layer=self._shape.layers,
             as_steps=call.as_steps,
             given_id=inputs.given_id,
@@ -371,7 +397,11 @@ class NativeTokenRows(LocalRows):
         as_steps: bool = False,
         pictures: PicturePass | None = None,
     ) -> Logits | None:
-        return self._model.run(phase, tokens, self._cache, want_logits, as_steps, pictures)
+        return self._model.run(phase, [PassPart(tokens, self._cache, pictures)], want_logits, as_steps)
+
+    def part_of_step(self, tokens: Sequence[int]) -> PassPart:
+        """The part of these rows in a step of several: one token a row."""
+        return PassPart([[token] for token in tokens], self._cache, self._seen([0]) if self._pictures else None)
 
     def _cut(self, length: int) -> None:
         self._cache.truncate(length)

@@ -201,9 +201,9 @@ static int delta_layer(walk *w, int64_t index, int last) {
     return project_gathered(w, index, last);
 }
 
-/* Attention after the projections, of all positions, or in the last layer of a prompt of its last one: `qkv` and `at` are
-   those of the rows that go on. `stored`: keys are in the cache and queries ready. Returns [rows, heads * value width]. */
-static const float *gathered(walk *w, int64_t index, int last, const float *qkv, int64_t at, int stored) {
+/* Attention after the projections, of all positions, or in the last layer of a prompt of its last one: `qkv` is
+   that of the rows that go on, which are `step` positions after their start. `stored`: keys are in the cache and queries ready. Returns [rows, heads * value width]. */
+static const float *gathered(walk *w, int64_t index, int last, const float *qkv, int64_t step, int stored) {
     const trunk_job *job = w->job;
     if (job->pass->tokens > 1 && !last && job->pass->as_steps) {
         pllm_attend_steps(job, &w->own, index);
@@ -216,10 +216,10 @@ static const float *gathered(walk *w, int64_t index, int last, const float *qkv,
         barrier(w);
         return job->attended;
     }
-    pllm_attend_rows(job, &w->own, index, qkv, at, stored);
+    pllm_attend_rows(job, &w->own, index, qkv, step, stored);
     barrier(w);
     float *joined = w->few ? w->own.joined : job->attended;
-    pllm_join_rows(job, index, qkv, at, share_start(w), share_end(w), joined);
+    pllm_join_rows(job, index, qkv, step, share_start(w), share_end(w), joined);
     return joined;
 }
 
@@ -248,7 +248,7 @@ static int latent_layer(walk *w, int64_t index, int last) {
     pllm_latent_queries(job, &w->own, index, first, job->positions - first);
     barrier(w);
     if (prompt && last) keep_last(w);
-    const float *joined = gathered(w, index, last, job->qkv + first * job->projected, job->pass->start + first, 1);
+    const float *joined = gathered(w, index, last, job->qkv + first * job->projected, first, 1);
     if (!w->few) barrier(w);
     pllm_latent_values(job, &w->own, index, joined, first, w->rows);
     barrier(w);
@@ -270,7 +270,7 @@ static int attend_layer(walk *w, int64_t index, int last) {
     const int64_t keys = shape->queries, values = shape->values, gates = shape->gates;
     const int prompt = pass->tokens > 1, wanted = !last || pass->logits != NULL;
     const float *qkv = job->qkv;
-    int64_t at = pass->start;
+    int64_t step = 0;
     const pllm_matrix *matrices[MOST_BESIDE];
     float *results[MOST_BESIDE];
     int count = 0;
@@ -280,7 +280,7 @@ static int attend_layer(walk *w, int64_t index, int last) {
     if (layer->gate.data && wanted && !(prompt && last))
         matrices[count] = &layer->gate, results[count++] = job->qkv + gates;
     const pllm_blocks *blocks = layer->blocks;
-    const int chooses = blocks && wanted && pllm_chooses(job, pass->tokens - 1);
+    const int chooses = blocks && wanted && pllm_any_chooses(job);
     if (blocks) matrices[count] = &blocks->key, results[count++] = pllm_block_columns(job, index, 0) + blocks->query.rows;
     if (chooses && !(prompt && last)) matrices[count] = &blocks->query, results[count++] = pllm_block_columns(job, index, 0);
     pllm_project_each(w, w->normed, matrices, results, count, job->projected);
@@ -288,7 +288,7 @@ static int attend_layer(walk *w, int64_t index, int last) {
         /* The last row's query by itself, from its own copy of the input. */
         const float *normed = w->normed + (w->rows - 1) * job->trunk->hidden;
         qkv = job->qkv + (job->positions - 1) * job->projected;
-        at += job->positions - 1;
+        step = job->positions - 1;
         if (w->rows > 1) keep_last(w);
         const pllm_matrix *const alone[] = {&layer->query, &layer->gate, chooses ? &blocks->query : NULL};
         float *const to[] = {(float *)qkv, (float *)qkv + gates, (float *)qkv + shape->blocks};
@@ -314,7 +314,7 @@ static int attend_layer(walk *w, int64_t index, int last) {
         if (!wanted) return 0;
         barrier(w);
     }
-    pllm_fill_input(w, gathered(w, index, last, qkv, at, prompt), &layer->output);
+    pllm_fill_input(w, gathered(w, index, last, qkv, step, prompt), &layer->output);
     pllm_project(w, &layer->output, job->out, job->trunk->hidden);
     barrier(w);
     return 1;
@@ -620,8 +620,18 @@ static void shared_region(int thread, int threads, void *argument) {
 
 static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (pass->rows < 1 || pass->tokens < 1 || (pass->rows > 1 && pass->tokens > 1) || pass->first_layer < 0 ||
-        pass->last_layer > trunk->layer_count || pass->first_layer > pass->last_layer || pass->segment_count < 1)
+        pass->last_layer > trunk->layer_count || pass->first_layer > pass->last_layer || pass->group_count < 1)
         return PLLM_E_ARGUMENT;
+    int64_t rows = 0;
+    for (int64_t i = 0; i < pass->group_count; i++) {
+        const pllm_group *group = pass->groups + i;
+        const pllm_segment *last = group->segments + group->segment_count - 1;
+        if (group->rows < 1 || group->segment_count < 1 || group->segments->start != 0 ||
+            last->start + last->count < group->start + pass->tokens)
+            return PLLM_E_ARGUMENT;
+        rows += group->rows;
+    }
+    if (rows != pass->rows) return PLLM_E_ARGUMENT;
     if (pass->as_steps && (pass->rows > 1 || pass->tokens > PLLM_STEPS)) return PLLM_E_ARGUMENT;
     if (pass->seen && (pass->rows > 1 || pass->as_steps)) return PLLM_E_ARGUMENT;
     for (int64_t i = 0; i < pass->rows * pass->tokens; i++)
@@ -653,8 +663,6 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
         return PLLM_E_ARGUMENT;
     for (int64_t i = 0; i < trunk->layer_count; i++)
         if (trunk->layers[i].router.rows % trunk->expert_groups) return PLLM_E_ARGUMENT;
-    const pllm_segment *last = pass->segments + pass->segment_count - 1;
-    if (pass->segments[0].start != 0 || last->start + last->count < pass->start + pass->tokens) return PLLM_E_ARGUMENT;
     return pllm_has(trunk->set) && pllm_has(trunk->exact_set) ? PLLM_OK : PLLM_E_SET;
 }
 

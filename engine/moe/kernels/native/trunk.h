@@ -263,6 +263,13 @@ typedef struct pllm_segment {
     int64_t capacity, offset, start, count;
 } pllm_segment;
 
+/* Rows of one length, whose keys and values lie in one table of segments. */
+typedef struct pllm_group {
+    const pllm_segment *segments; /* ascending, covering 0..start + tokens) */
+    int64_t segment_count, rows;
+    int64_t start; /* position of their first token in the pass */
+} pllm_group;
+
 /* Tokens that are few for the kernels of every format: each gets the bits that it would have alone. */
 #define PLLM_STEPS 8
 
@@ -273,11 +280,11 @@ typedef struct pllm_pass {
                                     those before it; NULL without such layers */
     const int64_t *seen;         /* [tokens]: in layers with a window a query sees the positions before this one, if it is
                                     behind its own; NULL: up to its own. Not with as_steps */
-    const float *cosine[PLLM_HEAD_KINDS], *sine[PLLM_HEAD_KINDS]; /* [tokens, rotated / 2], of positions start... */
+    const float *cosine[PLLM_HEAD_KINDS], *sine[PLLM_HEAD_KINDS]; /* [groups or tokens, rotated / 2]: of each group's
+                                    position, or of the tokens of the only one */
     const float *block_cosine, *block_sine; /* with pllm_blocks: [.., rotated / 2], of positions from 0 on */
-    const float *query_scale;    /* [tokens]: further factors of the queries of positions start... in layers that are
-                                    `grown`; NULL: none */
-    const pllm_segment *segments; /* ascending, covering 0..start + tokens) */
+    const float *query_scale;    /* [the same]: further factors of queries in layers that are `grown`; NULL: none */
+    const pllm_group *groups;    /* in the order of rows; several only of one token a row */
     float *logits;               /* [rows, vocabulary], after each row's last token; NULL: not wanted */
     const float *const *states_before; /* [rows]: each row's states; NULL in it: zeros */
     float *const *states_after;  /* [rows]: where they are put. A row's own place before, or one that no row has before */
@@ -285,7 +292,7 @@ typedef struct pllm_pass {
     void *workspace;             /* pllm_trunk_bytes() bytes, 64-byte aligned; kept between the calls of one pass */
     pllm_stop stop;              /* ends pllm_trunk_run early; NULL: nothing does */
     int64_t stop_interval;       /* nanoseconds between two calls of stop, at least */
-    int64_t segment_count, rows, tokens, start, first_layer, last_layer;
+    int64_t group_count, rows, tokens, first_layer, last_layer;
     int64_t as_steps;            /* what comes out equals, to the bit, `tokens` passes of one token each, at most PLLM_STEPS;
                                     0: it need not */
     int64_t given_id;            /* the token whose own embeddings (own_embedding) `given` rows have */

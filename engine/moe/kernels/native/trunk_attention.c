@@ -25,7 +25,7 @@ static int64_t lowest(const pllm_trunk_layer *layer, int64_t position) {
 /* The position behind those that a token of the pass sees. */
 static int64_t behind_seen(const trunk_job *job, int64_t layer, int64_t index) {
     const pllm_pass *pass = job->pass;
-    const int64_t own = pass->start + index + 1;
+    const int64_t own = pass->groups->start + index + 1;
     return pass->seen && job->trunk->layers[layer].window ? MAX(own, pass->seen[index]) : own;
 }
 
@@ -64,8 +64,8 @@ static void ready_head(const trunk_job *job, const head_shape *shape, int64_t wi
             to[d] = to[d] < -trunk->clip ? -trunk->clip : to[d] > trunk->clip ? trunk->clip : to[d];
 }
 
-const pllm_segment *pllm_segment_of(const pllm_pass *pass, int64_t position) {
-    const pllm_segment *segment = pass->segments + pass->segment_count - 1;
+const pllm_segment *pllm_segment_of(const pllm_group *group, int64_t position) {
+    const pllm_segment *segment = group->segments + group->segment_count - 1;
     while (segment->start > position) segment--;
     return segment;
 }
@@ -148,10 +148,10 @@ static void store_packed(const float *from, uint8_t *to, uint16_t *scales, int64
     }
 }
 
-void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int64_t head, int64_t position,
-                            float *key, float *value) {
+void pllm_store_key_value(const trunk_job *job, const pllm_group *group, int64_t row, int64_t layer, int64_t head,
+                          int64_t position, float *key, float *value) {
     const pllm_trunk *trunk = job->trunk;
-    const pllm_segment *segment = pllm_segment_of(job->pass, position);
+    const pllm_segment *segment = pllm_segment_of(group, position);
     const head_shape *shape = shape_of(job, layer);
     const int64_t width = shape->width, value_width = shape->value_width, at = segment->offset + position - segment->start;
     const int64_t lane = at % PLLM_KEY_BLOCK, block = at - lane;
@@ -191,13 +191,13 @@ void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int6
 }
 
 /* The new key and value of one head, from `qkv` of its row, into the cache. `scratch`: floats of both. */
-static void add_key_value(const trunk_job *job, const float *qkv, int64_t row, int64_t layer, int64_t head,
-                          int64_t position, float whole, float *scratch) {
+static void add_key_value(const trunk_job *job, const pllm_group *group, const float *qkv, int64_t row, int64_t layer,
+                          int64_t head, int64_t position, float whole, float *scratch) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const head_shape *shape = shape_of(job, layer);
     const int64_t width = shape->width, value_width = shape->value_width;
-    const int64_t half = shape->rotated / 2, step = position - job->pass->start;
+    const int64_t half = shape->rotated / 2, step = angle_of(job->pass, group, position);
     const float *keys = qkv + shape->queries, *values = weights->value.data ? qkv + shape->values : keys;
     float *key = scratch, *value = scratch + width;
     ready_head(job, shape, width, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head,
@@ -207,15 +207,15 @@ static void add_key_value(const trunk_job *job, const float *qkv, int64_t row, i
     ready_head(job, shape, value_width, value, values + head * value_width, weights->value_bias, NULL, 0, head, 0);
     if (weights->value_norm) job->set->norm(value, weights->value_norm, trunk->epsilon, value_width);
     for (int64_t d = 0; trunk->value_scale != 1 && d < value_width; d++) value[d] *= trunk->value_scale;
-    pllm_store_key_value(job, row, layer, head, position, key, value);
+    pllm_store_key_value(job, group, row, layer, head, position, key, value);
 }
 
-static void ready_query(const trunk_job *job, float *to, const float *qkv, int64_t layer, int64_t head,
-                        int64_t position, float whole) {
+static void ready_query(const trunk_job *job, const pllm_group *group, float *to, const float *qkv, int64_t layer,
+                        int64_t head, int64_t position, float whole) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const head_shape *shape = shape_of(job, layer);
-    const int64_t half = shape->rotated / 2, step = position - job->pass->start;
+    const int64_t half = shape->rotated / 2, step = angle_of(job->pass, group, position);
     ready_head(job, shape, shape->width, to, qkv + head * shape->query, weights->query_bias, weights->query_norm, whole, head,
                trunk->paired_rotary);
     float scale = trunk->attention_scale;
@@ -258,7 +258,8 @@ void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t laye
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const head_shape *shape = shape_of(job, layer);
-    const int64_t start = job->pass->start, end = start + job->positions;
+    const pllm_group *group = job->pass->groups;
+    const int64_t start = group->start, end = start + job->positions;
     /* Two neighbouring values may share bytes, so that one thread has both of them. */
     const int64_t low = thread ? (start + job->positions * thread / threads) / 2 * 2 : start;
     const int64_t high = thread + 1 < threads ? (start + job->positions * (thread + 1) / threads) / 2 * 2 : end;
@@ -268,11 +269,11 @@ void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t laye
         const int64_t added = weights->key.data ? shape->key_value_heads : 0;
         float whole = added ? whole_scale(job, shape, qkv + shape->queries, weights->key_bias, added) : 0;
         for (int64_t head = 0; head < added; head++)
-            add_key_value(job, qkv, 0, layer, head, position, whole, own->rotated);
+            add_key_value(job, group, qkv, 0, layer, head, position, whole, own->rotated);
         if (t < first_query) continue;
         whole = whole_scale(job, shape, qkv, weights->query_bias, shape->heads);
         for (int64_t head = 0; head < shape->heads; head++) {
-            ready_query(job, own->rotated, qkv, layer, head, position, whole);
+            ready_query(job, group, own->rotated, qkv, layer, head, position, whole);
             memcpy(qkv + head * shape->query, own->rotated, (size_t)shape->width * 4);
         }
     }
@@ -290,10 +291,10 @@ static void reset(const own_area *own, int64_t count, int64_t width, const float
 static void attend_block(const trunk_job *job, const own_area *own, int64_t layer, int64_t head, int64_t first,
                          int64_t last) {
     const pllm_trunk *trunk = job->trunk;
-    const pllm_pass *pass = job->pass;
+    const pllm_group *rows = job->pass->groups;
     const head_shape *shape = shape_of(job, layer);
     const int64_t width = shape->value_width, group = shape->group, count = (last - first) * group;
-    const int64_t lowest_seen = lowest(trunk->layers + layer, pass->start + first);
+    const int64_t lowest_seen = lowest(trunk->layers + layer, rows->start + first);
     int64_t behind = 0;
     for (int64_t index = first; index < last; index++) behind = MAX(behind, behind_seen(job, layer, index));
     const float *sinks = trunk->layers[layer].sinks;
@@ -302,15 +303,15 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
         own->queries[i] = job->qkv + (first + i / group) * job->projected + (head * group + i % group) * shape->query;
     const int chooses = trunk->layers[layer].blocks && pllm_chooses(job, last - 1);
     for (int64_t i = 0; chooses && i < count; i++) own->chosen[i] = pllm_chosen(job, layer, first + i / group);
-    for (int64_t s = 0; s < pass->segment_count; s++) {
-        const pllm_segment *segment = pass->segments + s;
+    for (int64_t s = 0; s < rows->segment_count; s++) {
+        const pllm_segment *segment = rows->segments + s;
         const int64_t from = MAX(segment->start, lowest_seen);
         const int64_t to = MIN(segment->start + segment->count, behind);
         if (from >= to) continue;
         const int64_t shift = segment->offset - segment->start;
         for (int64_t i = 0; i < count; i++) {
             const int64_t index = first + i / group;
-            own->low[i] = lowest(trunk->layers + layer, pass->start + index) + shift;
+            own->low[i] = lowest(trunk->layers + layer, rows->start + index) + shift;
             own->high[i] = behind_seen(job, layer, index) + shift;
         }
         const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
@@ -345,16 +346,16 @@ void pllm_attend_prompt(const trunk_job *job, const own_area *own, int64_t layer
 /* ---- One position per row --------------------------------------------------------------------------------- */
 
 /* The chunk after `previous` (NULL: the first), of what a query at `at` sees; 0 at the end. */
-static int next_chunk(const trunk_job *job, int64_t layer, int64_t at, int64_t first, chunk *next) {
-    const pllm_pass *pass = job->pass;
+static int next_chunk(const trunk_job *job, const pllm_group *group, int64_t layer, int64_t at, int64_t first,
+                      chunk *next) {
     first = MAX(first, lowest(job->trunk->layers + layer, at));
     if (first > at) return 0;
-    const pllm_segment *segment = pllm_segment_of(pass, first);
+    const pllm_segment *segment = pllm_segment_of(group, first);
     const int64_t end = MIN(segment->start + segment->count, at + 1), length = chunk_length(at + 1);
     const int64_t last = MIN(end, (first / length + 1) * length);
     const head_shape *shape = shape_of(job, layer);
-    const int shared = pass->rows > 1 && segment->key_stride[shape->kind] == 0;
-    *next = (chunk){segment, first, last, shared ? divided_up(pass->rows, shape->row_group) : pass->rows, shared};
+    const int shared = group->rows > 1 && segment->key_stride[shape->kind] == 0;
+    *next = (chunk){segment, first, last, shared ? divided_up(group->rows, shape->row_group) : group->rows, shared};
     return 1;
 }
 
@@ -363,23 +364,24 @@ static int64_t part_index(const trunk_job *job, const head_shape *shape, int64_t
 }
 
 /* `task` of the chunk: rows of `head` that are taken together, or of a single row one of `splits` parts of the head's
-   queries. `place`: of the first row among the parts. */
-static void attend_chunk(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
-                         int stored, const chunk *c, int64_t index, int64_t head, int64_t task, int64_t splits, int64_t place) {
+   queries. `qkv` is the first row's of `rows_of`, and `place` that row's place among the parts. */
+static void attend_chunk(const trunk_job *job, const own_area *own, const pllm_group *rows_of, int64_t layer,
+                         const float *qkv, int64_t at, int stored, const chunk *c, int64_t index, int64_t head,
+                         int64_t task, int64_t splits, int64_t place) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const head_shape *shape = shape_of(job, layer);
     const int64_t width = shape->width, value_width = shape->value_width, group = shape->group;
     const int64_t row = c->together ? task * shape->row_group : task / splits;
-    const int64_t rows = c->together ? MIN(shape->row_group, job->pass->rows - row) : 1;
+    const int64_t rows = c->together ? MIN(shape->row_group, rows_of->rows - row) : 1;
     const int64_t begin = group * (task % splits) / splits, count = rows * (group * (task % splits + 1) / splits - begin);
     const int64_t shift = c->segment->offset - c->segment->start;
     if (!stored && weights->key.data && c->first <= at && at < c->last) {
         const float *mine = qkv + row * job->projected;
         const float whole = whole_scale(job, shape, mine + shape->queries, weights->key_bias, shape->key_value_heads);
-        add_key_value(job, mine, row, layer, head, at, whole, own->rotated);
+        add_key_value(job, rows_of, mine, row, layer, head, at, whole, own->rotated);
     }
-    const int chooses = weights->blocks && pllm_chooses(job, at - job->pass->start);
+    const int chooses = weights->blocks && pllm_chooses(job, (qkv - job->qkv) / job->projected);
     for (int64_t i = 0; i < count; i++) {
         const float *mine = qkv + (row + i / group) * job->projected;
         const int64_t query = head * group + begin + i % group;
@@ -390,7 +392,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
             own->queries[i] = mine + query * shape->query;
         } else {
             const float whole = whole_scale(job, shape, mine, weights->query_bias, shape->heads);
-            ready_query(job, own->rotated + i * width, mine, layer, query, at, whole);
+            ready_query(job, rows_of, own->rotated + i * width, mine, layer, query, at, whole);
             own->queries[i] = own->rotated + i * width;
         }
     }
@@ -413,46 +415,52 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
     job->set->attend(&a);
 }
 
-/* One query per row, at `at`. `task` is the thread's next one, counted from `before`, where those of this position begin;
-   both go on behind it. */
-static void attend_position(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
-                            int stored, int64_t place, int64_t *before, int64_t *task) {
+/* One query per row of a group, at `at`. `task` is the thread's next one, counted from `before`, where those of this
+   position begin; both go on behind it. */
+static void attend_position(const trunk_job *job, const own_area *own, const pllm_group *group, int64_t layer,
+                            const float *qkv, int64_t at, int stored, int64_t place, int64_t *before, int64_t *task) {
     const head_shape *shape = shape_of(job, layer);
     const int64_t heads = shape->key_value_heads;
     chunk c = {0};
     int64_t index = 0;
-    for (int64_t first = 0; next_chunk(job, layer, at, first, &c); first = c.last, index++) {
+    for (int64_t first = 0; next_chunk(job, group, layer, at, first, &c); first = c.last, index++) {
         /* A key that is not stored yet is stored by the one task that needs it first. */
         const int64_t splits = stored && !c.together ? divided_up(shape->group, SPLIT_QUERIES) : 1;
         const int64_t tasks = heads * c.groups * splits;
         for (; *task < *before + tasks; *task = pllm_pool_next(job->pool))
-            attend_chunk(job, own, layer, qkv, at, stored, &c, index, (*task - *before) % heads,
+            attend_chunk(job, own, group, layer, qkv, at, stored, &c, index, (*task - *before) % heads,
                          (*task - *before) / heads, splits, place);
         *before += tasks;
     }
 }
 
-void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
+void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t step,
                       int stored) {
-    int64_t before = 0, task = pllm_pool_next(job->pool);
-    attend_position(job, own, layer, qkv, at, stored, 0, &before, &task);
+    int64_t before = 0, task = pllm_pool_next(job->pool), row = 0;
+    for (int64_t i = 0; i < job->pass->group_count; i++) {
+        const pllm_group *group = job->pass->groups + i;
+        attend_position(job, own, group, layer, qkv + row * job->projected, group->start + step, stored, row, &before,
+                        &task);
+        row += group->rows;
+    }
 }
 
 void pllm_attend_steps(const trunk_job *job, const own_area *own, int64_t layer) {
     int64_t before = 0, task = pllm_pool_next(job->pool);
     for (int64_t i = 0; i < job->positions; i++)
-        attend_position(job, own, layer, job->qkv + i * job->projected, job->pass->start + i, 1, i, &before, &task);
+        attend_position(job, own, job->pass->groups, layer, job->qkv + i * job->projected, job->pass->groups->start + i, 1,
+                        i, &before, &task);
 }
 
-/* Joins the parts of rows first..last) of a position, the first of which is at `place` among the parts. */
-static void join(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
-                 int64_t place, float *to) {
+/* Joins the parts of rows first..last) of a group at a position, whose first row is at `place` among the parts. */
+static void join(const trunk_job *job, const pllm_group *rows, int64_t layer, const float *qkv, int64_t at, int64_t first,
+                 int64_t last, int64_t place, float *to) {
     const head_shape *shape = shape_of(job, layer);
     const int64_t width = shape->value_width, heads = shape->heads;
     const float *sinks = job->trunk->layers[layer].sinks;
     chunk c = {0};
     int64_t chunks = 0;
-    for (int64_t from = 0; next_chunk(job, layer, at, from, &c); from = c.last) chunks++;
+    for (int64_t from = 0; next_chunk(job, rows, layer, at, from, &c); from = c.last) chunks++;
     for (int64_t row = first; row < last; row++)
         for (int64_t head = 0; head < heads; head++) {
             const int64_t group = head / shape->group, query = head % shape->group;
@@ -475,13 +483,19 @@ static void join(const trunk_job *job, int64_t layer, const float *qkv, int64_t 
         }
 }
 
-void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
+void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t step, int64_t first, int64_t last,
                     float *to) {
-    join(job, layer, qkv, at, first, last, 0, to);
+    int64_t row = 0;
+    for (int64_t i = 0; i < job->pass->group_count; i++) {
+        const pllm_group *group = job->pass->groups + i;
+        join(job, group, layer, qkv + row * job->projected, group->start + step, MAX(first - row, 0),
+             MIN(last - row, group->rows), row, to + row * shape_of(job, layer)->joined);
+        row += group->rows;
+    }
 }
 
 void pllm_join_steps(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *to) {
     for (int64_t i = first; i < last; i++)
-        join(job, layer, job->qkv + i * job->projected, job->pass->start + i, 0, 1, i,
+        join(job, job->pass->groups, layer, job->qkv + i * job->projected, job->pass->groups->start + i, 0, 1, i,
              to + i * shape_of(job, layer)->joined);
 }

@@ -111,17 +111,39 @@ static inline const head_shape *shape_of(const trunk_job *job, int64_t layer) {
     return job->shapes + job->trunk->layers[layer].kind;
 }
 
+/* The group of a row of the pass, or of the only row's tokens, and its number in it. */
+static inline const pllm_group *group_of(const pllm_pass *pass, int64_t *row) {
+    const pllm_group *group = pass->groups;
+    if (pass->tokens > 1)
+        *row = 0;
+    else
+        for (; *row >= group->rows; group++) *row -= group->rows;
+    return group;
+}
+
+/* Where the angles of a group's position are. */
+static inline int64_t angle_of(const pllm_pass *pass, const pllm_group *group, int64_t position) {
+    return group - pass->groups + position - group->start;
+}
+
+/* The position in its conversation of the position `index` of the pass. */
+static inline int64_t position_at(const pllm_pass *pass, int64_t index) {
+    int64_t row = index;
+    return group_of(pass, &row)->start + (pass->tokens > 1 ? index : 0);
+}
+
 static inline float *pllm_block_columns(const trunk_job *job, int64_t layer, int64_t index) {
     return job->qkv + index * job->projected + shape_of(job, layer)->blocks;
 }
 
-const pllm_segment *pllm_segment_of(const pllm_pass *pass, int64_t position);
+const pllm_segment *pllm_segment_of(const pllm_group *group, int64_t position);
 /* A thread's share of keeping the keys by which blocks are chosen, of all positions. */
 void pllm_keep_block_keys(const trunk_job *job, const own_area *own, int64_t layer, int thread, int threads);
 /* Blocks of a position, at most. */
 int64_t pllm_block_limit(const trunk_job *job);
-/* Whether a token of the pass has more blocks before it than its budget. */
-int pllm_chooses(const trunk_job *job, int64_t token);
+/* Whether the position `index` of the pass has more blocks before it than its budget, and whether any has. */
+int pllm_chooses(const trunk_job *job, int64_t index);
+int pllm_any_chooses(const trunk_job *job);
 /* A thread's share of comparing the blocks for positions from `first` on, after a barrier behind pllm_keep_block_keys, and
    after another one of choosing. Of many positions the first function does both. */
 void pllm_score_blocks(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int thread, int threads);
@@ -134,23 +156,24 @@ int64_t pllm_chunk_limit(int64_t positions);
 
 /* Turns a query, or what attention has gathered, as the cache's keys and values are turned, if they are. */
 void pllm_turn(const pllm_trunk *trunk, float *x, int64_t width);
-/* A key and its value into the cache; both are rounded in place on the way. `value` NULL: the key is the value. */
-void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int64_t head, int64_t position, float *key,
-                          float *value);
+/* A key and its value of a group's row into the cache; both are rounded in place on the way. `value` NULL: the key is
+   the value. */
+void pllm_store_key_value(const trunk_job *job, const pllm_group *group, int64_t row, int64_t layer, int64_t head,
+                          int64_t position, float *key, float *value);
 /* Adds keys and values of all positions of the (only) row to the cache, and makes their queries ready in
    place, from `first_query` on. No barrier. */
 void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t layer, int64_t first_query, int thread,
                          int threads);
 /* Attention of every position of a prompt, into job->attended. Takes tasks with pllm_pool_next. */
 void pllm_attend_prompt(const trunk_job *job, const own_area *own, int64_t layer);
-/* One query per row, at position `at`, from `qkv` [rows, projected]. `stored`: its key and value are in the cache
-   already, and the queries are ready. Takes tasks with pllm_pool_next; the parts are joined after a barrier. */
-void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
+/* One query per row, `step` positions after its start, from `qkv` [rows, projected]. `stored`: its key and value are in
+   the cache already, and the queries are ready. Takes tasks with pllm_pool_next; the parts are joined after a barrier. */
+void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t step,
                       int stored);
 /* The same of each position of the (only) row, which sees those up to its own; keys are in the cache, queries ready. */
 void pllm_attend_steps(const trunk_job *job, const own_area *own, int64_t layer);
 /* Joins the parts of rows first..last) into `to` [rows, heads * value_width]. */
-void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
+void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t step, int64_t first, int64_t last,
                     float *to);
 /* Joins the parts of positions first..last) of the (only) row, after pllm_attend_steps. */
 void pllm_join_steps(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *to);

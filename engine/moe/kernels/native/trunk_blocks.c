@@ -25,16 +25,18 @@ static void ready(const trunk_job *job, float *x, const float *norm, int64_t at)
 /* Keeps the key of a position, or if it ends a block, that of the block. */
 static void keep_key(const trunk_job *job, const own_area *own, int64_t layer, int64_t row, int64_t token) {
     const pllm_trunk *trunk = job->trunk;
-    const int64_t width = trunk->block_width, size = trunk->block_size, position = job->pass->start + token;
+    const int64_t width = trunk->block_width, size = trunk->block_size;
+    const int64_t index = row * job->pass->tokens + token, position = position_at(job->pass, index);
     const int32_t dtype = stored_dtype(trunk);
-    const float *key = pllm_block_columns(job, layer, row * job->pass->tokens + token) + trunk->block_heads * width;
-    void *to = place_of(job, pllm_segment_of(job->pass, position), row, layer, position);
+    const float *key = pllm_block_columns(job, layer, index) + trunk->block_heads * width;
+    const pllm_group *group = group_of(job->pass, &row);
+    void *to = place_of(job, pllm_segment_of(group, position), row, layer, position);
     job->set->store(to, key, width, dtype);
     if ((position + 1) % size) return;
     float *mean = own->block_key, *each = own->block_key + width;
     memset(mean, 0, (size_t)width * 4);
     for (int64_t at = position + 1 - size; at <= position; at++) {
-        job->set->load(each, place_of(job, pllm_segment_of(job->pass, at), row, layer, at), 1.0F, width, dtype);
+        job->set->load(each, place_of(job, pllm_segment_of(group, at), row, layer, at), 1.0F, width, dtype);
         for (int64_t d = 0; d < width; d++) mean[d] += each[d];
     }
     for (int64_t d = 0; d < width; d++) mean[d] *= 1.0F / (float)size;
@@ -49,23 +51,32 @@ void pllm_keep_block_keys(const trunk_job *job, const own_area *own, int64_t lay
         return;
     }
     /* A block's keys are read by the thread that has kept those of this pass. */
-    const int64_t size = job->trunk->block_size, end = pass->start + pass->tokens;
-    const int64_t first = pass->start / size, blocks = divided_up(end, size) - first;
+    const int64_t size = job->trunk->block_size, start = pass->groups->start, end = start + pass->tokens;
+    const int64_t first = start / size, blocks = divided_up(end, size) - first;
     const int64_t from = (first + blocks * thread / threads) * size, to = (first + blocks * (thread + 1) / threads) * size;
-    for (int64_t at = MAX(from, pass->start); at < MIN(to, end); at++) keep_key(job, own, layer, 0, at - pass->start);
+    for (int64_t at = MAX(from, start); at < MIN(to, end); at++) keep_key(job, own, layer, 0, at - start);
 }
 
 int64_t pllm_block_limit(const trunk_job *job) {
-    return (job->pass->start + job->pass->tokens) / job->trunk->block_size + 1;
+    int64_t longest = 0;
+    for (int64_t i = 0; i < job->pass->group_count; i++) longest = MAX(longest, job->pass->groups[i].start);
+    return (longest + job->pass->tokens) / job->trunk->block_size + 1;
 }
 
-int pllm_chooses(const trunk_job *job, int64_t token) {
-    const pllm_trunk *trunk = job->trunk;
-    return (job->pass->start + token + 1) / trunk->block_size > trunk->block_budget / trunk->block_size;
+static int64_t whole_blocks(const trunk_job *job, int64_t index) {
+    return (position_at(job->pass, index) + 1) / job->trunk->block_size;
+}
+
+int pllm_chooses(const trunk_job *job, int64_t index) {
+    return whole_blocks(job, index) > job->trunk->block_budget / job->trunk->block_size;
+}
+
+int pllm_any_chooses(const trunk_job *job) {
+    return pllm_block_limit(job) - 1 > job->trunk->block_budget / job->trunk->block_size;
 }
 
 const uint8_t *pllm_chosen(const trunk_job *job, int64_t layer, int64_t index) {
-    if (!job->trunk->layers[layer].blocks || !pllm_chooses(job, index % job->pass->tokens)) return NULL;
+    if (!job->trunk->layers[layer].blocks || !pllm_chooses(job, index)) return NULL;
     return job->chosen + index * pllm_block_limit(job);
 }
 
@@ -74,12 +85,14 @@ static void score(const trunk_job *job, const own_area *own, int64_t layer, int6
                   float *scores) {
     const pllm_trunk *trunk = job->trunk;
     const int64_t width = trunk->block_width, size = trunk->block_size, heads = trunk->block_heads;
-    const int64_t row = index / job->pass->tokens, position = job->pass->start + index % job->pass->tokens;
+    const int64_t position = position_at(job->pass, index);
+    int64_t row = index;
+    const pllm_group *group = group_of(job->pass, &row);
     float *queries = own->block_queries, *key = own->block_key;
     memcpy(queries, pllm_block_columns(job, layer, index), (size_t)(heads * width) * 4);
     for (int64_t head = 0; head < heads; head++)
         ready(job, queries + head * width, trunk->layers[layer].blocks->query_norm, position);
-    const pllm_segment *segment = job->pass->segments;
+    const pllm_segment *segment = group->segments;
     for (int64_t block = first; block < last; block++) {
         const int64_t at = (block + 1) * size - 1;
         while (segment->start + segment->count <= at) segment++;
@@ -121,10 +134,6 @@ static void choose(const float *scores, int64_t count, int64_t most, int32_t *he
     chosen[count] = 1;
 }
 
-static int64_t whole_blocks(const trunk_job *job, int64_t index) {
-    return (job->pass->start + index % job->pass->tokens + 1) / job->trunk->block_size;
-}
-
 static void choose_of(const trunk_job *job, const own_area *own, int64_t index, const float *scores) {
     uint8_t *chosen = job->chosen + index * pllm_block_limit(job);
     memset(chosen, 0, (size_t)pllm_block_limit(job));
@@ -134,7 +143,7 @@ static void choose_of(const trunk_job *job, const own_area *own, int64_t index, 
 void pllm_score_blocks(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int thread, int threads) {
     const int apart = job->positions - first <= FEW_LIMIT;
     for (int64_t index = first; index < job->positions; index++) {
-        if (!pllm_chooses(job, index % job->pass->tokens)) continue;
+        if (!pllm_chooses(job, index)) continue;
         const int64_t count = whole_blocks(job, index);
         if (apart) {
             float *scores = job->block_scores + (index - first) * pllm_block_limit(job);
@@ -149,6 +158,6 @@ void pllm_score_blocks(const trunk_job *job, const own_area *own, int64_t layer,
 void pllm_choose_blocks(const trunk_job *job, const own_area *own, int64_t first, int thread, int threads) {
     if (job->positions - first > FEW_LIMIT) return;
     for (int64_t index = first + thread; index < job->positions; index += threads)
-        if (pllm_chooses(job, index % job->pass->tokens))
+        if (pllm_chooses(job, index))
             choose_of(job, own, index, job->block_scores + (index - first) * pllm_block_limit(job));
 }

@@ -17,13 +17,15 @@ void pllm_latent_norm_rank(const trunk_job *job, int64_t layer, int64_t first, i
     }
 }
 
-/* The position in the conversation of one of the pass, whose row is `index` unless there are several tokens. */
-static int64_t place_of(const pllm_pass *pass, int64_t index) { return pass->start + (pass->tokens > 1 ? index : 0); }
+/* Where the angles of row `index` of the pass are, or of token `index` of its only row. */
+static int64_t angles_at(const pllm_pass *pass, int64_t index) {
+    return pass->tokens > 1 ? index : group_of(pass, &index) - pass->groups;
+}
 
-/* The part of a head that is rotated, by the angles of a position, and scaled. */
-static void rotate(const trunk_job *job, float *to, const float *from, int64_t position, float scale) {
+/* The part of a head that is rotated, by the angles at `step`, and scaled. */
+static void rotate(const trunk_job *job, float *to, const float *from, int64_t step, float scale) {
     const head_shape *shape = job->shapes;
-    const int64_t rotated = shape->rotated, half = rotated / 2, step = position - job->pass->start;
+    const int64_t rotated = shape->rotated, half = rotated / 2;
     for (int64_t d = 0; d < rotated; d++) to[job->trunk->paired_rotary ? d / 2 + d % 2 * half : d] = from[d];
     job->set->rotate(to, shape->cosine + step * half, shape->sine + step * half, scale, half);
 }
@@ -33,11 +35,12 @@ void pllm_latent_keys(const trunk_job *job, int64_t layer, int64_t first, int64_
     const int64_t count = latents(trunk), rotated = trunk->kinds[0].rotated;
     for (int64_t index = first; index < last; index++) {
         const float *down = job->latent_rows + index * job->latent_stride;
-        const int64_t position = place_of(job->pass, index);
-        rotate(job, scratch, down + count, position, 1.0F);
+        int64_t row = index;
+        const pllm_group *group = group_of(job->pass, &row);
+        rotate(job, scratch, down + count, angles_at(job->pass, index), 1.0F);
         memcpy(scratch + rotated, down, (size_t)count * 4);
         job->set->norm(scratch + rotated, trunk->layers[layer].latent->norm, trunk->latent_epsilon, count);
-        pllm_store_key_value(job, job->pass->tokens > 1 ? 0 : index, layer, 0, position, scratch, NULL);
+        pllm_store_key_value(job, group, row, layer, 0, group->start + (job->pass->tokens > 1 ? index : 0), scratch, NULL);
     }
 }
 
@@ -65,9 +68,9 @@ void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t laye
         multiply(job, own, latent->keys + head, from, stride, count, to + rotated, job->projected);
         for (int64_t i = 0; i < count; i++) {
             float *query = to + i * job->projected;
-            const int64_t position = place_of(job->pass, first + i);
-            const float scale = trunk->attention_scale * (growth ? growth[position - job->pass->start] : 1.0F);
-            rotate(job, query, from + i * stride + plain, position, scale);
+            const int64_t step = angles_at(job->pass, first + i);
+            const float scale = trunk->attention_scale * (growth ? growth[step] : 1.0F);
+            rotate(job, query, from + i * stride + plain, step, scale);
             for (int64_t d = rotated; d < width; d++) query[d] *= scale;
             pllm_turn(trunk, query, width);
         }

@@ -98,7 +98,7 @@ static int64_t joined_most(const pllm_trunk *trunk) {
 
 /* Blocks of a position from which some have to be chosen; 0 where all are seen. */
 static int64_t most_blocks(const trunk_job *job) {
-    return job->trunk->block_size && pllm_chooses(job, job->pass->tokens - 1) ? pllm_block_limit(job) : 0;
+    return job->trunk->block_size && pllm_any_chooses(job) ? pllm_block_limit(job) : 0;
 }
 
 /* Numbers of a position's residual streams, if there are several. */
@@ -211,8 +211,10 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
         const head_shape *heads = job->shapes + kind;
         job->projected = MAX(job->projected, heads->blocks + (trunk->block_heads + 1) * trunk->block_width);
     }
-    const int64_t length = pass->start + pass->tokens;
-    job->chunk_limit = pllm_chunk_limit(length) + pass->segment_count;
+    for (int64_t i = 0; i < pass->group_count; i++) {
+        const pllm_group *group = pass->groups + i;
+        job->chunk_limit = MAX(job->chunk_limit, pllm_chunk_limit(group->start + pass->tokens) + group->segment_count);
+    }
     job->part_rows = pass->as_steps ? positions : pass->rows;
     const int64_t parts = most_heads(trunk) * job->chunk_limit * job->part_rows;
     const int64_t many = positions > FEW_LIMIT ? positions : 0;

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtimes.native.cache import KEY_BLOCK, SMALLEST_PAGE, AlikeLayers, Page, PageShape, Segments
-from engine.runtimes.native.model import NativeModel, NativeTokenRows
+from engine.runtimes.native.model import NativeModel, NativeTokenRows, PassPart
 from engine.runtimes.protocol import Logits
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
 from tests.engine.runtimes.subjects import NATIVE, StoredModel, assert_close, fresh, prompt_of
@@ -122,15 +122,8 @@ class Writer:
 
     pictures = None
 
-    def run(
-        self,
-        phase: str,
-        tokens: list[list[int]],
-        cache: Segments,
-        want_logits: bool,
-        as_steps: bool = False,
-        pictures: None = None,
-    ) -> Logits:
+    def run(self, phase: str, parts: list[PassPart], want_logits: bool, as_steps: bool = False) -> Logits:
+        ((tokens, cache),) = ((part.tokens, part.cache) for part in parts)
         count = len(tokens[0])
         cache.room_for(count)
         for row, ids in enumerate(tokens):
