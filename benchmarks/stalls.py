@@ -23,6 +23,7 @@ from textual.app import ComposeResult
 from app.chat.state import Entry
 from app.tui.chat.transcript import UPDATE_S, Transcript
 from app.tui.render.highlighting import Highlighter
+from app.tui.render.thumbnails import Thumbnails
 from app.tui.terminal.application import TerminalApp
 from benchmarks.measuring import table
 
@@ -49,7 +50,7 @@ class TranscriptApp(TerminalApp):
 
     def compose(self) -> ComposeResult:
         self.highlighter = Highlighter()
-        yield Transcript(self.highlighter, id="transcript")
+        yield Transcript(self.highlighter, Thumbnails(self._write_sequences, self.sixels), id="transcript")
 
     async def keep(self) -> None:
         """There is nothing to save."""

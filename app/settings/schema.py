@@ -205,6 +205,10 @@ class Settings(RingSettings):
         "flag", "Reduced motion", False,
         "Nothing blinks, slides or spins. The environment variable TEXTUAL_ANIMATIONS=none does the same.",
     )  # fmt: skip
+    drawn_pictures: bool = _showing(
+        "flag", "Drawn pictures", True,
+        "Draw attached pictures where the terminal can: by kitty's protocol or as sixels, not inside tmux or screen.",
+    )  # fmt: skip
     time_stamps: bool = _showing(
         "flag", "Time stamps", False, "Show when each message was written, with a line where a new day begins.",
     )  # fmt: skip

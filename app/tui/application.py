@@ -32,9 +32,11 @@ from app.tui.chat.status import WHISPER_S
 from app.tui.keymap import KEYMAP_FILE, bound, hint, key, readable, use
 from app.tui.palette import RankedCommands, screen_commands
 from app.tui.render.highlighting import Highlighter
+from app.tui.render.thumbnails import Thumbnails
 from app.tui.screens.chat import ChatScreen
 from app.tui.screens.updates import Updated
 from app.tui.terminal.application import TerminalApp
+from app.tui.terminal.graphics import Graphics
 
 
 def starter_is_missing(model: str) -> bool:
@@ -77,6 +79,8 @@ class ChatApp(TerminalApp):
         self.settings_file = settings
         self.machine = machine
         self.highlighter = Highlighter()
+        self.thumbnails = Thumbnails(self._write_sequences, self.sixels)
+        self._asked_for_graphics = False
         # If the model of the settings file cannot be used, the default model must not be fetched in its place.
         self._is_missing = lambda model: "model" not in settings.refused and is_missing(model)
         self.chat: ChatScreen | None = None
@@ -104,7 +108,13 @@ class ChatApp(TerminalApp):
         self._show_looks()
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
         self.chat = ChatScreen(
-            self.engine, self.store, self.settings_file, self._is_missing, self.highlighter, self.machine
+            self.engine,
+            self.store,
+            self.settings_file,
+            self._is_missing,
+            self.highlighter,
+            self.thumbnails,
+            self.machine,
         )
         self.push_screen(self.chat)
         if self._start is not None:
@@ -117,6 +127,7 @@ class ChatApp(TerminalApp):
 
     async def on_unmount(self) -> None:
         await self.highlighter.close()
+        await self.thumbnails.close()
 
     @on(Updated)
     def _updated(self, event: Updated) -> None:
@@ -125,6 +136,8 @@ class ChatApp(TerminalApp):
         if isinstance(event.update, SettingsChanged):
             if "theme" in event.update.keys:
                 self._show_theme()
+            if "drawn_pictures" in event.update.keys:
+                self.show_graphics()
             self._show_looks()
 
     def _signal_end(self) -> None:
@@ -147,6 +160,15 @@ class ChatApp(TerminalApp):
         self.animation_level = "none" if self.settings.reduced_motion else constants.TEXTUAL_ANIMATIONS
         if self.chat is not None and self.chat.is_mounted:
             self.chat.show_looks()
+
+        if self.settings.drawn_pictures and not self._asked_for_graphics:
+            self._asked_for_graphics = True
+            self.ask_for_graphics()
+
+    def show_graphics(self) -> None:
+        self.thumbnails.use(self.graphics if self.settings.drawn_pictures else Graphics())
+        if self.chat is not None and self.chat.is_mounted:
+            self.chat.show_pictures()
 
     def _show_theme(self) -> None:
         if self.settings.theme in self.available_themes:

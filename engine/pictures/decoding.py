@@ -6,6 +6,7 @@ in there.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +24,13 @@ MEMORY_BYTES = 1 << 30
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of pictures, by Pillow's names."""
 NAMED_FORMATS = "PNG, JPEG, WebP, GIF or BMP"
+
+LARGEST_PREVIEW = 4096
+"""Maximum pixels of a preview's side."""
+MOST_COLOURS = 256
+"""Maximum colours of a preview whose colours are limited."""
+PREVIEW = struct.Struct(">HHH")
+"""Width, height and colours of a preview in a request; 0 colours: all."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -80,11 +88,16 @@ class PictureDecoder:
 
     def decode(self, data: bytes, should_stop: StopCheck = lambda: False) -> Picture:
         """The picture in the file ``data``. Raises as :meth:`size`."""
-        header, colours = self._ask(b"p", data, should_stop)
-        try:
-            return Picture(header.height, header.width, colours)
-        except ValueError as error:
-            raise PictureRefused("its decoder gave something else") from error
+        return _picture(*self._ask(b"p", data, should_stop))
+
+    def preview(self, data: bytes, width: int, height: int, colours: int = 0) -> Picture:
+        """The picture in the file ``data``, scaled to ``width`` x ``height`` pixels, each at most
+        :data:`LARGEST_PREVIEW`.
+
+        ``colours``: how many different ones it has at most, up to :data:`MOST_COLOURS`; 0: any number. Raises
+        PictureRefused (bad-input).
+        """
+        return _picture(*self._ask(b"t" + PREVIEW.pack(width, height, colours), data, lambda: False))
 
     def _ask(self, what: bytes, data: bytes, should_stop: StopCheck) -> tuple[Header, bytes]:
         if len(data) > LARGEST_PICTURE:
@@ -102,3 +115,10 @@ class PictureDecoder:
         if header.problem:
             raise PictureRefused(header.problem)
         return header, bytes(memoryview(answer)[end + 1 :])
+
+
+def _picture(header: Header, colours: bytes) -> Picture:
+    try:
+        return Picture(header.height, header.width, colours)
+    except ValueError as error:
+        raise PictureRefused("its decoder gave something else") from error

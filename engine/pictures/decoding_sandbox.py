@@ -1,7 +1,8 @@
 """The program that decodes pictures, in a separate process that may be killed at any moment.
 
-A request is ``s`` for the size of the decoded picture or ``p`` for its colours, too, and the bytes of its file. An
-answer is a :class:`engine.pictures.decoding.Header` as a line of JSON, and the red, green and blue of each pixel.
+A request is ``s`` for the size of the decoded picture, ``p`` for its colours, too, or ``t`` and a
+:data:`~engine.pictures.decoding.PREVIEW`, and the bytes of its file. An answer is a
+:class:`engine.pictures.decoding.Header` as a line of JSON, and the red, green and blue of each pixel.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from engine.pictures.decoding import FORMATS, MEMORY_BYTES, NAMED_FORMATS, Header
+from engine.pictures.decoding import (
+    FORMATS,
+    LARGEST_PREVIEW,
+    MEMORY_BYTES,
+    MOST_COLOURS,
+    NAMED_FORMATS,
+    PREVIEW,
+    Header,
+)
 from engine.pictures.picture import MOST_PIXELS
 from engine.system.confined import answer_requests, too_much_memory
 
@@ -60,7 +69,10 @@ def set_up() -> None:
 def answer(request: bytes) -> bytes:
     """The answer to one request. Nothing is raised."""
     try:
-        return _answer(request[:1] == b"p", request[1:])
+        if request[:1] == b"t":
+            start = 1 + PREVIEW.size
+            return _answer(request[start:], with_colours=True, preview=PREVIEW.unpack(request[1:start]))
+        return _answer(request[1:], with_colours=request[:1] == b"p")
     except MemoryError:
         problem = too_much_memory(MEMORY_BYTES)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -72,7 +84,7 @@ def answer(request: bytes) -> bytes:
     return _head(Header(problem=problem))
 
 
-def _answer(with_colours: bool, data: bytes) -> bytes:
+def _answer(data: bytes, with_colours: bool, preview: tuple[int, int, int] | None = None) -> bytes:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         width, height = image.size
         if not 0 < width * height <= MOST_PIXELS:
@@ -84,10 +96,20 @@ def _answer(with_colours: bool, data: bytes) -> bytes:
         if not with_colours:
             image.load()
             return head
+        if preview is not None:
+            # The decoder of JPEGs can leave out what the preview does not show.
+            side = 2 * max(preview[:2])
+            image.draft(None, (side, side))
         coloured = _on_white(image)
     if orientation in _TURNS:
         coloured = coloured.transpose(_TURNS[orientation])
-    return head + coloured.tobytes()
+    if preview is None:
+        return head + coloured.tobytes()
+    width, height = (min(max(1, pixels), LARGEST_PREVIEW) for pixels in preview[:2])
+    scaled = coloured.resize((width, height), reducing_gap=2.0)
+    if preview[2]:
+        scaled = scaled.quantize(min(preview[2], MOST_COLOURS)).convert("RGB")
+    return _head(Header(width, height)) + scaled.tobytes()
 
 
 def _orientation(image: Image.Image) -> int:

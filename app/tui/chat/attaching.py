@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 
+from textual.content import Content
+from textual.strip import Strip
 from textual.timer import Timer
 from textual.widgets import Static
 from textual.worker import WorkType
@@ -17,7 +19,12 @@ from app.attachments.references import Resolved, references, resolve
 from app.chat.controller import ChatController
 from app.chat.state import Entry, Status
 from app.tui.render.attachments import to_be_attached
+from app.tui.render.thumbnails import ROWS, Block, Thumbnails
 
+MOST_LINES = 5
+"""Maximum lines of the line with attachments (``max-height`` in the style sheet)."""
+LEAST_HEIGHT = 20
+"""Minimum lines of a screen on which pictures are drawn before they are sent."""
 LOOK_S = 0.25
 """Seconds without a key after which the draft is looked at."""
 Count = Callable[[Sequence[str]], Awaitable[list[int] | None]]
@@ -28,16 +35,23 @@ _MOST_SAID = 3
 class AttachmentLine(Static):
     """What the draft will have attached. Not displayed if that is nothing.
 
+    Pictures are drawn above it if ``thumbnails`` can.
+
     ``draft_tokens`` of ``status`` becomes the tokens of the draft and its files: an estimate at once, and what
     ``count`` says of the texts when the typing pauses, unless that is None. ``on_counted`` is called when it changed.
     """
 
-    def __init__(self, id: str, status: Status, count: Count, on_counted: Callable[[], None]) -> None:
+    def __init__(
+        self, id: str, status: Status, count: Count, on_counted: Callable[[], None], thumbnails: Thumbnails
+    ) -> None:
         super().__init__(id=id, markup=False)
         self.display = False
         self._status = status
         self._count = count
         self._on_counted = on_counted
+        self._thumbnails = thumbnails
+        self._block: Block | None = None
+        self._text = Content()
         self._timer: Timer | None = None
         self._draft = ""
         self._paths: tuple[str, ...] = ()
@@ -94,10 +108,22 @@ class AttachmentLine(Static):
             self._tell(counts[0] + self._tokens(of_texts), counted=True)
 
     def _show(self, counts: Sequence[int] | None) -> None:
-        content = to_be_attached(self._resolved, self._room, counts, self._status.facts)
-        if content.plain:
-            self.update(content)
-        self.display = bool(content.plain)
+        self._text = to_be_attached(self._resolved, self._room, counts, self._status.facts)
+        self.remake()
+
+    def remake(self) -> None:
+        """Show the text anew, with the pictures as they are drawn now."""
+        width = self.size.width or self.app.size.width - self.gutter.width
+        files = self._resolved.attachments
+        room = MOST_LINES - self._text.get_height({}, width) if files and self.app.size.height >= LEAST_HEIGHT else 0
+        self._block = self._thumbnails.block(files, width, self, min(ROWS, room))
+        if self._text.plain:
+            self.update(Content(" \n" * (self._block.rows if self._block is not None else 0)) + self._text)
+        self.display = bool(self._text.plain)
+
+    def render_line(self, y: int) -> Strip:
+        line = super().render_line(y)
+        return self._block.over(y, line) if self._block is not None and y < self._block.rows else line
 
     @property
     def _room(self) -> int | None:

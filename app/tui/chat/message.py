@@ -9,6 +9,7 @@ from textual import events
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
+from textual.strip import Strip
 
 from app.attachments.figures import texts_of
 from app.chat.finding import about
@@ -21,6 +22,7 @@ from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import FENCE, fences, render_plain
 from app.tui.render.rendered import Written
 from app.tui.render.streaming import AnswerPart, GrowingText, Joint, joined
+from app.tui.render.thumbnails import Block, Thumbnails
 from app.tui.terminal.application import CopyRequested
 
 _CURSOR = "▍"
@@ -107,9 +109,14 @@ class MessageView(Written, can_focus=True):
             self.view = view
             self.offset = offset
 
-    def __init__(self, entry: Entry, highlighter: Highlighter, thoughts_open: bool = False) -> None:
+    def __init__(
+        self, entry: Entry, highlighter: Highlighter, thumbnails: Thumbnails, thoughts_open: bool = False
+    ) -> None:
         super().__init__(highlighter, classes=f"message {entry.role}")
         self.entry = entry
+        self._thumbnails = thumbnails
+        self._pictures: tuple[int, int, Block] | None = None
+        """The width for which pictures were placed, the line where they begin, and them."""
         self._parts: list[AnswerPart] | None = None
         self._thoughts_open = thoughts_open
         self._open = False
@@ -162,10 +169,23 @@ class MessageView(Written, can_focus=True):
             self._body = start, start + len(body)
             parts.append(body)
         parts += attached(self.entry.attachments, self._open)
+        block = self._thumbnails.block(self.entry.attachments, width, self)
+        self._pictures = None
+        if block is not None:
+            self._pictures = width, Content("\n").join(parts).get_height({}, width), block
+            parts += [Content(" ")] * block.rows
         foot = footing(self.entry)
         if foot is not None:
             parts.append(foot)
         return Content("\n").join(parts)
+
+    def render_line(self, y: int) -> Strip:
+        line = super().render_line(y)
+        if self._pictures is None:
+            return line
+        width, first, block = self._pictures
+        shown = width == self.size.width and first <= y < first + block.rows
+        return block.over(y - first, line) if shown else line
 
     def _answer(self, width: int) -> Content:
         return self.markdown(self.entry.content, width, marked=self.entry.state != "writing")

@@ -19,12 +19,14 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Static
 
+from app.attachments.attachment import pictures_of
 from app.chat.state import Entry
 from app.tui.chat.message import LiveTail, MessageView
 from app.tui.chat.reading_place import Drawn, Place
 from app.tui.render.formatting import Stamp, stamp
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.streaming import Pace
+from app.tui.render.thumbnails import Thumbnails
 
 UPDATE_S = 0.08
 """Minimum seconds between two drawings of the tail. A dozen a second look continuous."""
@@ -130,9 +132,10 @@ class Transcript(VerticalScroll, can_focus=False):
     class Leave(Message):
         """The reader moved down from the last message."""
 
-    def __init__(self, highlighter: Highlighter, id: str) -> None:
+    def __init__(self, highlighter: Highlighter, thumbnails: Thumbnails, id: str) -> None:
         super().__init__(id=id)
         self._highlighter = highlighter
+        self._thumbnails = thumbnails
         self.path: list[Entry] = []
         self.window = Window(0, 0, 0)
         self._older = Elsewhere(True)
@@ -190,10 +193,16 @@ class Transcript(VerticalScroll, can_focus=False):
         return any(self.scroll_y - 2 <= top < bottom - 2 for top in tops)
 
     def _made(self, entry: Entry) -> MessageView:
-        view = MessageView(entry, self._highlighter, self._thoughts_open)
+        view = MessageView(entry, self._highlighter, self._thumbnails, self._thoughts_open)
         view.mark(self._pattern)
         view.stamped(self._stamp(entry))
         return view
+
+    def show_pictures(self) -> None:
+        """Draw the pictures of the messages anew."""
+        for view in self.views:
+            if pictures_of(view.entry.attachments):
+                view.remake()
 
     def show_stamps(self, wanted: bool) -> None:
         """Show when each message was written, or do not."""

@@ -49,6 +49,7 @@ from app.tui.panels.chat_panels import ChatPanels
 from app.tui.ranking import remember
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.key_footer import KeyFooter
+from app.tui.render.thumbnails import Thumbnails
 from app.tui.screens.chats_side import ChatsSide
 from app.tui.screens.front import ScreenFront
 from app.tui.screens.slash_completion import slash_commands
@@ -100,6 +101,7 @@ class ChatScreen(Screen[None]):
         settings: SettingsFile,
         is_missing: Callable[[str], bool],
         highlighter: Highlighter,
+        thumbnails: Thumbnails,
         machine: Machine | None,
     ) -> None:
         super().__init__()
@@ -120,6 +122,7 @@ class ChatScreen(Screen[None]):
         self._stop_shown = False
         self._is_missing = is_missing
         self._highlighter = highlighter
+        self._thumbnails = thumbnails
         self._runner: Worker[None] | None = None
         self.editing = Editing(self.prompt, self.drafting, self.controller)
         self._asking = Asking(
@@ -135,12 +138,16 @@ class ChatScreen(Screen[None]):
             with Vertical(id="chat"):
                 yield Heading(id="heading")
                 yield Welcome(id="welcome")
-                transcript = Transcript(self._highlighter, id="transcript")
+                transcript = Transcript(self._highlighter, self._thumbnails, id="transcript")
                 yield transcript
                 yield NoticeLine(id="notice")
                 yield QueueView(id="queue")
                 yield AttachmentLine(
-                    "attachments", self.controller.status, self.controller.link.count_tokens, self._show_figures
+                    "attachments",
+                    self.controller.status,
+                    self.controller.link.count_tokens,
+                    self._show_figures,
+                    self._thumbnails,
                 )
                 yield CompletionPopup(id="completions")
                 yield FindLine(transcript, id="find")
@@ -148,6 +155,11 @@ class ChatScreen(Screen[None]):
             yield Container(id="side")
         yield StatusLine(self.controller.status, id="status")
         yield KeyFooter()
+
+    def show_pictures(self) -> None:
+        """Draw attached pictures as the terminal can, or no more."""
+        self.query_one(Transcript).show_pictures()
+        self.query_one(AttachmentLine).remake()
 
     def on_mount(self) -> None:
         self.query_one("#transcript").display = False

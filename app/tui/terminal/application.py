@@ -24,7 +24,9 @@ from app.clipboard import Clipboard, copies_file
 from app.engine_client import Engine
 from app.text_safety import one_line
 from app.tui.terminal.colours import legible
+from app.tui.terminal.drawn_pictures import SixelTable
 from app.tui.terminal.driver import PATIENCE_S, TerminalDriver, end_at_last, ended_by_signals
+from app.tui.terminal.graphics import Graphics, TerminalReport, questions
 from app.tui.terminal.guarded import GuardedApp
 from app.tui.terminal.output import with_safe_lines
 
@@ -57,6 +59,8 @@ class TerminalApp(GuardedApp):
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self._ending: asyncio.Task[None] | None = None
         self._limited = False
+        self.graphics = Graphics()
+        self.sixels = SixelTable()
         self.recent_commands: list[str] = []
         """Titles of the commands that were run last by their names, the last one first."""
 
@@ -75,6 +79,34 @@ class TerminalApp(GuardedApp):
         for passed in list(self._notifications)[:-MOST_NOTICES]:
             self._unnotify(passed, refresh=False)
         super()._refresh_notifications()
+
+    def ask_for_graphics(self) -> None:
+        """Ask the terminal how it draws pictures. Nothing waits for the answer."""
+        if isinstance(self._driver, TerminalDriver):
+            self.graphics = Graphics(true_colours=self.console.color_system == "truecolor")
+            self.graphics.cell = self._driver.cell
+            self._driver.ask(questions(os.environ))
+
+    @on(TerminalReport)
+    def _take_report(self, event: TerminalReport) -> None:
+        before = self.graphics.protocol
+        more = self.graphics.take(event.sequence)
+        if more and isinstance(self._driver, TerminalDriver):
+            self._driver.ask(more)
+        if self.graphics.protocol != before:
+            self.show_graphics()
+
+    @on(events.Resize)
+    def _measure_cell(self) -> None:
+        # The size of the letters may have changed with that of the window.
+        cell = self._driver.cell if isinstance(self._driver, TerminalDriver) else None
+        if cell is not None and cell != self.graphics.cell:
+            self.graphics.cell = cell
+            if self.graphics.protocol is not None:
+                self.show_graphics()
+
+    def show_graphics(self) -> None:
+        """:attr:`graphics` has changed."""
 
     def show_terminal_title(self, title: str) -> None:
         """Give the terminal's window ``title``. An empty one restores the title that it had before."""

@@ -21,6 +21,9 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.message import Message
 
 from app.text_safety import one_line
+from app.tui.terminal.drawn_pictures import SixelTable
+from app.tui.terminal.graphics import PATIENCE_S as REPORTS_S
+from app.tui.terminal.graphics import Cell, cell_of
 from app.tui.terminal.keys import KeyParser
 from app.tui.terminal.output import kept_in_place
 
@@ -41,8 +44,11 @@ _KEEP_TITLE, _OLD_TITLE = "\x1b[22;2t", "\x1b]2;\x07\x1b[23;2t"
 shows its own after an empty one."""
 
 
-class EndsSoon(Protocol):
+class DrivenApp(Protocol):
     """The part of the application that the driver needs."""
+
+    sixels: SixelTable
+    """The pictures that are sent in the places of their cells."""
 
     def end_soon(self, status: int) -> None:
         """End with the exit status ``status``, without asking the person."""
@@ -52,7 +58,7 @@ class EndsSoon(Protocol):
 class TerminalDriver(LinuxDriver):
     """Textual's driver for Linux and macOS, made to end when the terminal is closed. Textual's would read for ever.
 
-    Its application has the method of :class:`EndsSoon`.
+    Its application is a :class:`DrivenApp`.
     """
 
     def __init__(
@@ -66,10 +72,22 @@ class TerminalDriver(LinuxDriver):
         self._title = ""
         self._title_before_stop = ""
         self._given_away = False
+        self._reports_until = 0.0
+
+    def ask(self, questions: str) -> None:
+        """Send the terminal ``questions``, which it may answer, if it is one."""
+        if questions and cast(_Output, self._file).isatty():
+            self._reports_until = time.monotonic() + REPORTS_S
+            self.write(questions)
+
+    @property
+    def cell(self) -> Cell | None:
+        """The pixels of a cell, if the system knows them."""
+        return cell_of(cast(_Output, self._file).fileno())
 
     def run_input_thread(self) -> None:
         """Read until the application ends, or the terminal does."""
-        parser = KeyParser(self._debug, self.sequences)
+        parser = self._parser()
         decode = getincrementaldecoder("utf-8")("replace").decode
         with selectors.SelectSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)
@@ -98,8 +116,11 @@ class TerminalDriver(LinuxDriver):
                 self.process_message(event)
         except Exception as error:
             self._loop.call_soon_threadsafe(self._app._handle_exception, error)
-            return KeyParser(self._debug, self.sequences)
+            return self._parser()
         return parser
+
+    def _parser(self) -> KeyParser:
+        return KeyParser(self._debug, self.sequences, awaits_reports=lambda: time.monotonic() < self._reports_until)
 
     def _sigtstp_application(self, *_: object) -> None:
         """Restore the terminal, then stop the whole job, as the shell waits for all of it: make may be between.
@@ -125,7 +146,7 @@ class TerminalDriver(LinuxDriver):
     def write(self, data: str) -> None:
         """Draw, unless another program has the terminal now."""
         if not self._given_away:
-            super().write(kept_in_place(data))
+            super().write(cast(DrivenApp, self._app).sixels.drawn(kept_in_place(data)))
 
     def suspend_application_mode(self) -> None:
         """Give the terminal to another program. What is drawn from now on is dropped."""
@@ -153,7 +174,7 @@ class TerminalDriver(LinuxDriver):
 
     def _gone(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-            self._loop.call_soon_threadsafe(cast(EndsSoon, self._app).end_soon, HUNG_UP)
+            self._loop.call_soon_threadsafe(cast(DrivenApp, self._app).end_soon, HUNG_UP)
 
 
 class _Output:

@@ -14,6 +14,7 @@ from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XT
 from textual.message import Message
 
 from app.text_safety import sanitize
+from app.tui.terminal.graphics import REPORT, REPORT_BEGUN, TerminalReport
 
 ESCAPE_S = 0.02
 """Seconds after which a lone ESC is the escape key and not the beginning of another key. A terminal sends all of one
@@ -46,15 +47,22 @@ class KeyParser(XTermParser):
       widgets ignore them as keys.
     - ``sequences`` gets what was sent last for each key, by the key's name.
     - A paste is one text. Escape sequences in it are removed and never act as keys.
+    - What the terminal answers to questions is a :class:`TerminalReport`. While ``awaits_reports()``, one that comes in
+      pieces is waited for, like a key.
 
     ``clock`` gives seconds.
     """
 
     def __init__(
-        self, debug: bool = False, sequences: dict[str, str] | None = None, clock: Callable[[], float] = monotonic
+        self,
+        debug: bool = False,
+        sequences: dict[str, str] | None = None,
+        clock: Callable[[], float] = monotonic,
+        awaits_reports: Callable[[], bool] = lambda: False,
     ) -> None:
         self._sequences = sequences if sequences is not None else {}
         self._clock = clock
+        self._awaits_reports = awaits_reports
         self._begun = ""
         """The beginning of a sequence whose rest has not arrived."""
         self._due: float | None = None
@@ -89,7 +97,13 @@ class KeyParser(XTermParser):
                 yield from map(_as_widgets_take_it, super().feed(data[:end]))
                 data = data[end:]
                 continue
-            if found := _SEQUENCE.match(data):
+            if report := REPORT.match(data):
+                data = data[report.end() :]
+                yield TerminalReport(report.group())
+            elif REPORT_BEGUN.match(data) and self._awaits_reports():
+                self._begun, data = data, ""
+                self._due = self._clock() + SEQUENCE_S
+            elif found := _SEQUENCE.match(data):
                 data = data[found.end() :]
                 yield from self._of_sequence(found.group(), late)
             elif _BEGUN.match(data):
@@ -108,7 +122,7 @@ class KeyParser(XTermParser):
         if begun == "\x1b":
             self._escaped = self._clock()
             yield events.Key("escape", "\x1b")
-        elif begun in ("\x1b[", "\x1bO"):
+        elif begun in ("\x1b[", "\x1bO", "\x1bP", "\x1b_"):
             yield from self._with_alt(begun[1])
 
     def _is_late(self, data: str) -> bool:

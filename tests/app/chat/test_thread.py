@@ -18,7 +18,9 @@ from app.settings.schema import Settings
 from app.tui.chat.message import LIVE_THOUGHTS, MessageView
 from app.tui.render.formatting import thoughts_line
 from app.tui.render.highlighting import Highlighter
+from app.tui.render.thumbnails import Thumbnails
 from app.tui.terminal.application import CopyRequested
+from app.tui.terminal.drawn_pictures import SixelTable
 from engine.ipc.messages import Finished, Generate, Message, Piece
 from tests.app.chat_helpers import Chat, on_disk, running
 from tests.app.fake_engine import FakeEngine
@@ -245,7 +247,7 @@ async def test_what_is_copied_has_open_thoughts_only(
 def test_long_thoughts_are_drawn_from_their_end_while_they_grow() -> None:
     entry = Entry("assistant", "", state="writing")
     entry.thoughts = Thoughts("\n".join(f"line {number}" for number in range(2_000)), 5, 1.0)
-    view = MessageView(entry, Highlighter(), thoughts_open=True)
+    view = MessageView(entry, Highlighter(), Thumbnails(print, SixelTable()), thoughts_open=True)
     view._parts = []
     text = view.written(80).plain
     assert "line 1999" in text and "line 10\n" not in text and len(text) < LIVE_THOUGHTS + 200

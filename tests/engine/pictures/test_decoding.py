@@ -18,7 +18,7 @@ from PIL import Image
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LARGEST_PICTURE
 from engine.pictures import decoding_sandbox
-from engine.pictures.decoding import FORMATS, PictureDecoder, PictureRefused, PictureSize
+from engine.pictures.decoding import FORMATS, LARGEST_PREVIEW, PictureDecoder, PictureRefused, PictureSize
 from engine.pictures.picture import MOST_PIXELS, Picture
 
 HEIGHT, WIDTH = 24, 40
@@ -66,6 +66,32 @@ def test_colours_are_those_that_were_drawn(
     assert decoder.size(data) == PictureSize(width=WIDTH, height=HEIGHT)
     found = colours(decoder.decode(data)).astype(int)
     assert np.abs(found - drawn()).max() <= distance
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_preview_is_the_upright_picture_scaled(decoder: PictureDecoder, form: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"quality": 98, "subsampling": 0} if form == "JPEG" else {}
+    data = saved(Image.fromarray(drawn(600, 400)), form, exif=exif, **options)
+    whole = decoder.decode(data)
+    width, height = (whole.width // 20, whole.height // 20)
+    found = decoder.preview(data, width, height)
+    assert (found.width, found.height) == (width, height)
+    blocks = colours(whole).reshape(height, 20, width, 20, 3).mean((1, 3))
+    assert np.abs(colours(found)[..., :2] - blocks[..., :2]).max() <= 12
+    few = decoder.preview(data, width, height, 5)
+    assert 2 <= len(np.unique(colours(few).reshape(-1, 3), axis=0)) <= 5
+    assert decoder.size(data) == PictureSize(whole.width, whole.height), "the process goes on"
+
+
+def test_a_preview_of_a_damaged_picture_is_refused_and_no_size_is_too_large(decoder: PictureDecoder) -> None:
+    data = saved(Image.fromarray(drawn()), "PNG")
+    with pytest.raises(PictureRefused, match="damaged"):
+        decoder.preview(data[: len(data) // 2], 10, 10)
+    found = decoder.preview(data, 0, 65_535)
+    assert (found.width, found.height) == (1, LARGEST_PREVIEW)
 
 
 UPRIGHT: dict[int, Callable[[int, int], tuple[int, int]]] = {

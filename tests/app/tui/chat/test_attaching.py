@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from textual.events import AppBlur, AppFocus
+from textual.widget import Widget
 
 from app.attachments.attachment import Attachment
 from app.attachments.references import Resolved
@@ -20,12 +21,15 @@ from app.tui.chat import attaching
 from app.tui.chat.attaching import AttachmentLine
 from app.tui.chat.message import MessageView
 from app.tui.render.attachments import SHOWN_LINES, attached, to_be_attached
+from app.tui.terminal.graphics import Graphics, TerminalReport
 from engine.ipc.messages import Generate, Message, PictureFile
 from tests.app.attachments.pictures import SEEING, png
 from tests.app.chat_helpers import Chat, on_disk, running
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, controller, notice, ready, shown, wait_until
 
+KITTY = ("\x1b[6;20;10t", "\x1b_Gi=31;OK\x1b\\")
+SIXEL = ("\x1b[6;20;10t", "\x1b[?62;4c")
 ASKED = "explain @a.py\n\nFile `a.py`:\n```\nprint(1)\n```"
 
 
@@ -172,6 +176,46 @@ async def test_a_pasted_picture_is_announced_with_its_tokens_and_sent(
         assert request.messages == [Message("user", 'what is @"my photo.png" ', pictures=[PictureFile(png(320, 128))])]
         assert "▪ my photo.png · 320×128 · " in shown(app)[0]
         assert not app.chat.transcript.views[0].check_action("files", ()), "there is no text to open"
+
+
+@pytest.mark.parametrize("reports", [KITTY, SIXEL], ids=["kitty", "sixel"])
+async def test_a_picture_is_drawn_before_it_is_sent_and_in_the_conversation(
+    make_app: MakeApp, engine: FakeEngine, folder: Path, reports: tuple[str, ...]
+) -> None:
+    engine.facts = SEEING
+    (folder / "a.png").write_bytes(png(320, 128))
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        app.graphics = Graphics(true_colours=True)
+        for report in reports:
+            app.post_message(TerminalReport(report))
+        line = app.chat.query_one(AttachmentLine)
+        app.chat.prompt.fill("what is @a.png ")
+        cell = "\U0010eeee" if reports is KITTY else "\U00108000"
+
+        def drawn(widget: Widget) -> list[int]:
+            """The rows of ``widget`` with cells of a picture."""
+            rows = range(widget.size.height)
+            return [row for row in rows if cell in widget.render_line(row).text]
+
+        await wait_until(pilot, lambda: drawn(line) == [0, 1, 2, 3], "the picture above its name")
+        assert line.size.height == 5 and "+ a.png 320×128 40 tokens" in str(line.visual)
+        assert app.chat.prompt.region.bottom <= 24
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: engine.sent(Generate) and not controller(app).busy)
+        view = app.chat.transcript.views[0]
+        await wait_until(pilot, lambda: len(drawn(view)) == 4, "the picture below its name")
+        first = drawn(view)[0]
+        assert "a.png · 320×128" in view.render_line(first - 1).text and drawn(view) == [*range(first, first + 4)]
+        assert not controller(app).change_settings({"drawn_pictures": False})
+        await wait_until(pilot, lambda: not drawn(view) and view.size.height == first, "no picture")
+        assert not controller(app).change_settings({"drawn_pictures": True})
+        await wait_until(pilot, lambda: len(drawn(view)) == 4, "the picture again")
+        await pilot.resize_terminal(80, 18)
+        app.chat.prompt.fill("what is @a.png ")
+        await wait_until(pilot, lambda: line.display and not drawn(line), "on a low screen only its name")
 
 
 async def test_a_model_that_sees_nothing_is_said_before_and_the_question_stays(

@@ -18,7 +18,9 @@ from app.tui.chat.transcript import Transcript
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import render_markdown
 from app.tui.render.streaming import LONGEST_TAIL, GrowingText, joined
+from app.tui.render.thumbnails import Thumbnails
 from app.tui.terminal.application import TerminalApp
+from app.tui.terminal.drawn_pictures import SixelTable
 from tests.support.random_examples import examples
 
 WORD = re.compile("q[a-pr-z]{3}")
@@ -74,7 +76,7 @@ def check(shown: str, received: str, what: str) -> None:
 def test_everything_that_arrived_is_drawn_at_every_step(text: str, cuts: list[int], width: int) -> None:
     highlighter = Highlighter()
     entry = Entry("assistant", "", state="writing")
-    view, tail = MessageView(entry, highlighter), LiveTail(highlighter)
+    view, tail = MessageView(entry, highlighter, Thumbnails(print, SixelTable())), LiveTail(highlighter)
     for received in growing(text, cuts):
         tail.growing.update(received)
         view._parts = list(tail.growing.frozen)
@@ -138,7 +140,7 @@ class Screen(TerminalApp):
     CSS = "Transcript { height: 1fr; layout: stream; } .message, .tail { height: auto; }"
 
     def compose(self) -> ComposeResult:
-        yield Transcript(Highlighter(), id="transcript")
+        yield Transcript(Highlighter(), Thumbnails(self._write_sequences, self.sixels), id="transcript")
 
     async def keep(self) -> None:
         """There is nothing to save."""

@@ -15,6 +15,7 @@ from textual.message import Message
 
 from app.text_safety import UNSAFE
 from app.tui.chat.prompt import Prompt
+from app.tui.terminal.graphics import TerminalReport
 from app.tui.terminal.keys import ESCAPE_S, SEQUENCE_S, KeyParser, as_text
 from tests.support.random_examples import examples
 
@@ -36,6 +37,36 @@ def pasted(*pieces: str) -> list[str]:
 
 def cut(text: str, size: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+REPORTS = ("\x1bP>|kitty(0.35.2)\x1b\\", "\x1b_Gi=31;OK\x1b\\", "\x1b[6;20;10t", "\x1b[?62;4;22c")
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_answers_of_the_terminal_are_no_keys(report: str) -> None:
+    found = heard(f"a{report}b{report}")
+    assert [event.key if isinstance(event, events.Key) else type(event) for event in found] == [
+        "a", TerminalReport, "b", TerminalReport,
+    ]  # fmt: skip
+    assert [event.sequence for event in found if isinstance(event, TerminalReport)] == [report] * 2
+    for size in range(1, len(report)):
+        parser = KeyParser(awaits_reports=lambda: True)
+        pieces = [event for piece in cut(report, size) for event in parser.feed(piece)]
+        assert [event.sequence for event in pieces if isinstance(event, TerminalReport)] == [report]
+        assert len(pieces) == 1
+
+
+@pytest.mark.parametrize("key", ["P", "_"])
+def test_keys_that_answers_begin_with_are_keys(key: str) -> None:
+    expected = keys(f"\x1b{key}")
+    assert len(expected) == 1 and expected[0].startswith("alt+")
+    now = [0.0]
+    parser = KeyParser(clock=lambda: now[0], awaits_reports=lambda: True)
+    assert not [*parser.feed(f"\x1b{key}")]
+    now[0] = SEQUENCE_S + 0.01
+    assert [event.key for event in parser.tick() if isinstance(event, events.Key)] == expected
+    # Followed by another key it is none of the terminal's answers.
+    assert [event.key for event in parser.feed(f"\x1b{key}x") if isinstance(event, events.Key)] == [*expected, "x"]
 
 
 @pytest.mark.parametrize("sent", ["\x1b\r", "\x1b\n"])
