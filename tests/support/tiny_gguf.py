@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import random_values
 from engine.models.architectures.families import renamed
+from engine.models.architectures.gguf_architectures import llama3_divisors
 from tests.support.tiny_gguf_metadata import DELTA_NETS, KIMI_DELTAS, NEMOTRONS, Layout, write_metadata
 
 Floats = NDArray[np.float32]
@@ -79,6 +80,7 @@ ARCHITECTURES = {
     "afmoe": "afmoe",
     "mimo_v2_flash": "mimo2",
     "mistral4": "mistral4",
+    "apertus": "apertus",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -176,6 +178,7 @@ BY_GGUF = (
     "afmoe",
     "mimo2",
     *KIMI_DELTAS,
+    "apertus",
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
@@ -365,6 +368,7 @@ def write_tiny_gguf(
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     written: list[tuple[str, NDArray[Any], GGMLQuantizationType]] = []
     true: dict[str, Floats] = {}
+    extra_lists: dict[str, dict[int, float]] = {}
     experts: dict[tuple[int, str], dict[int, tuple[str, Floats]]] = {}
     for name, tensor in _tensors(source).items():
         values = tensor.astype(np.float32)
@@ -383,6 +387,10 @@ def write_tiny_gguf(
             continue
         if ".mlp.experts." in name:
             true[name] = _gpt_oss(name, values, written, pack)
+            continue
+        if ".act_fn." in name:
+            true[name] = values
+            extra_lists.setdefault(f"xielu.{name.rpartition('.')[2]}", {})[int(name.split(".")[2])] = values.item()
             continue
         known = gguf_name(name, architecture)
         if name.endswith("kv_b_proj.weight") and layout != "separate":
@@ -404,12 +412,19 @@ def write_tiny_gguf(
         written = _merged(written)
     if architecture == "gemma4":
         written.append(("rope_freqs.weight", gemma_divisors(config), GGMLQuantizationType.F32))
+    rope = config.get("rope_parameters") or {}
+    if architecture == "apertus" and rope["rope_type"] == "llama3":
+        width = config["hidden_size"] // config["num_attention_heads"]
+        divisors = llama3_divisors(rope, width).astype(np.float32)
+        written.append(("rope_freqs.weight", divisors, GGMLQuantizationType.F32))
     for name, values in (extra_tensors or {}).items():
         written.append((name, values, GGMLQuantizationType.F32))
     written = [entry for entry in written if entry[0] != leave_out]
     size = {"split_max_tensors": -(-len(written) // parts)} if parts > 1 else {}
     writer = GGUFWriter(path, architecture, **size)
     write_metadata(writer, config, architecture, extra or {}, PRE.get(config["model_type"], split), layout)
+    for key, numbers in extra_lists.items():
+        writer.add_array(key, [numbers[layer] for layer in sorted(numbers)])
     for name, words, kind in written:
         writer.add_tensor(name, words if dimensions is None else _of(dimensions, words), raw_dtype=kind)
     writer.write_header_to_file()
@@ -710,7 +725,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["num_hidden_layers"]
     if family in ("gemma2", "gemma3_text"):
         sizes["query_pre_attn_scalar"] = 32
-    if family in ("granite", "olmo2", "olmo3", "smollm3", "phi3", "cohere", "cohere2"):
+    if family in ("granite", "olmo2", "olmo3", "smollm3", "phi3", "cohere", "cohere2", "apertus"):
         del sizes["head_dim"]
     if family.startswith("gemma4"):
         del sizes["num_hidden_layers"]

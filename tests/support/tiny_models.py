@@ -71,7 +71,7 @@ TINY_DENSE_FAMILIES: tuple[str, ...] = (
     *("phi3", "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere", "cohere2"),
     *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4", "granitemoehybrid_dense"),
     "nemotron_h_dense",
-    *("gemma2", "granite_swa"),
+    *("gemma2", "granite_swa", "apertus"),
 )
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
 
@@ -520,6 +520,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3},
     "cohere": {"logit_scale": 0.5, "num_hidden_layers": 4},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 0.5},
+    "apertus": {},
     "granite": _GRANITE,
     "granitemoeshared": {
         **_GRANITE,
@@ -710,7 +711,9 @@ def fill_randomly(model: Any, family: str, seed: int = 0) -> None:
         for name, parameter in model.named_parameters():
             _fill(name, parameter, generator, family, tied=model.config.tie_word_embeddings)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar", "std_scale")):
+            if name.endswith("act_fn.beta"):
+                buffer.fill_(0.4)
+            elif name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar", "std_scale")):
                 buffer.normal_(float(name.endswith(("layer_scalar", "std_scale"))), 0.1, generator=generator)
             elif name.endswith("std_bias"):
                 buffer.normal_(0.0, 0.1, generator=generator)
@@ -719,7 +722,9 @@ def fill_randomly(model: Any, family: str, seed: int = 0) -> None:
 def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool) -> None:
     """Random values of a scale that keeps signals of every layer near one."""
     gemma = family.startswith("gemma")
-    if name.endswith(("bias", "sinks")):
+    if "act_fn.alpha_" in name:
+        parameter.normal_(0.1, 0.5, generator=generator)
+    elif name.endswith(("bias", "sinks")):
         parameter.normal_(0.0, 0.3, generator=generator)
     elif family.startswith("gemma4") and name.endswith(
         ("q_norm.weight", "k_norm.weight")

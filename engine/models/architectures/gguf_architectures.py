@@ -148,7 +148,10 @@ def _rope(gguf: GgufFile, metadata: Metadata, head_size: int, record: GgufRecord
 def _llama3_rope(gguf: GgufFile, theta: float, head_size: int) -> dict[str, Any]:
     """Llama 3.1 and later: the file holds the divisor of each frequency; find the parameters that give them."""
     divisors = gguf.floats("rope_freqs.weight").reshape(-1).astype(np.float64)
-    for high in (4.0, 1.0):  # Llama 4 has no frequencies between long and short ones
+    # A file may claim heads of any width, which are not to take memory.
+    for high in (
+        (4.0, 1.0) if divisors.shape == (-(-head_size // 2),) else ()
+    ):  # Llama 4 has no frequencies between long and short ones
         parameters: dict[str, Any] = {
             "rope_type": "llama3",
             "rope_theta": theta,
@@ -157,8 +160,7 @@ def _llama3_rope(gguf: GgufFile, theta: float, head_size: int) -> dict[str, Any]
             "high_freq_factor": high,
             "original_max_position_embeddings": 8192,
         }
-        expected = llama3_divisors(parameters, head_size)
-        if divisors.shape == expected.shape and np.allclose(expected, divisors, rtol=1e-4):
+        if np.allclose(llama3_divisors(parameters, head_size), divisors, rtol=1e-4):
             return parameters
     raise ModelError(f"{gguf.path} scales its positions in a way that is not Llama 3's; use its safetensors folder.")
 

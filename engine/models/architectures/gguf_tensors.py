@@ -47,7 +47,7 @@ def entries_of(
     }
     for wanted in named_tensors(gguf, architecture, config):
         # The first missing tensor ends this, as a file may claim any number of layers.
-        tensor = tensor_of(gguf, wanted.source)
+        tensor = gguf.lists.get(wanted.source) or tensor_of(gguf, wanted.source)
         if _without_ones(tensor.shape) != _without_ones(wanted.stored):
             raise ModelError(
                 f"{gguf.path} is damaged: its tensor {wanted.source} has the shape {list(tensor.shape)}, not "
@@ -138,6 +138,9 @@ def _usually_named(
         if dense or (family.moe is not None and family.moe.shared == "network"):
             ffn = decoder.ffn(config, layer)
             yield from _feed_forward(gguf, family, here + "ffn_{}.weight", target + "mlp.", ffn, hidden)
+        for key, (name, shape) in record.listed.items():
+            stored = (config["num_hidden_layers"],)
+            yield NamedTensor(key, target + name, shape, stored, layer, 1)
         if own_input:
             for source, name, shape in (
                 ("inp_gate", "per_layer_input_gate", (own_input, hidden)),
@@ -217,7 +220,7 @@ def _feed_forward(
     """A network that all tokens pass. Two matrices that are one in the checkpoint may be apart in the file."""
     decoder = family.decoder
     merged = decoder.merged_ffn and source.format("gate") not in gguf.tensors
-    for short in ("up",) if merged or family.activation == "squared" else ("gate", "up"):
+    for short in ("up",) if merged or not family.has_gates else ("gate", "up"):
         name = f"gate_up_proj.{short}" if decoder.merged_ffn else f"{short}_proj"
         name, rows = ("gate_up_proj", 2 * ffn) if merged else (name, ffn)
         yield NamedTensor.whole(source.format(short), f"{prefix}{name}.weight", (rows, hidden))

@@ -376,6 +376,8 @@ class DecoderRecord:
     """Setting of the width of a head's values; empty: that of its keys (mimo_v2_flash)."""
     value_scale: Number = one
     """Factor on values as attention adds them up."""
+    ungated: bool = False
+    """Whether networks have no gate: what their first matrix gives is activated (apertus)."""
     clip: bool = False
     """Whether ``clip_qkv`` limits queries, keys and values (olmoe)."""
     embedding_scale: Number = one
@@ -457,6 +459,9 @@ class GgufRecord:
     """The layer type (``layer_types`` of the configuration) whose attention ``mixer`` stands for; empty: of all."""
     sliding_rope: Settings | None = None
     """Rotary settings of layers with a sliding window, where they have some of their own."""
+    listed: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Lists in the metadata with a number for each layer: the tensor within a layer that each stands for, and its
+    shape."""
     final_norm: str = "output_norm.weight"
     """Name of the norm after the last layer."""
     changes: Callable[[Config], dict[str, Change]] = lambda config: {}
@@ -563,6 +568,11 @@ class Family:
     def separate_experts(self) -> bool:
         """Whether each expert may have tensors of its own, as AWQ, GPTQ, compressed-tensors and ModelOpt need them."""
         return any(tensor.stacking == "separate" for layout in self.layouts for tensor in layout)
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether networks and experts have gates."""
+        return self.activation != "squared" and not self.decoder.ungated
 
     @property
     def activation(self) -> ActivationKind:

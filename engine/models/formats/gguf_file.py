@@ -28,6 +28,7 @@ _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
 _ARRAY = 9
+_FLOAT32 = 6
 _VERSIONS = (2, 3)
 _PEEK_BYTES = 1 << 16
 _PEEK_ENTRIES = 100
@@ -123,6 +124,8 @@ class GgufFile:
         self._sizes: list[int] = []
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
+        self.lists: dict[str, GgufTensor] = {}
+        """Lists of float32 in the metadata, by their keys, as if they were tensors."""
         try:
             for part in range(len(self.paths)):
                 if beginnings:
@@ -157,7 +160,9 @@ class GgufFile:
         path = self.paths[part]
         self._sizes.append(size)
         try:
-            metadata, tensors = _read_header(_Cursor(data, part, size, self._files[part] if self._files else None))
+            metadata, lists, tensors = _read_header(
+                _Cursor(data, part, size, self._files[part] if self._files else None)
+            )
         except HeaderGoesOn:
             raise
         except OSError as error:
@@ -178,7 +183,7 @@ class GgufFile:
             )
         self.tensors |= tensors
         if part == 0:
-            self.metadata = metadata
+            self.metadata, self.lists = metadata, lists
 
     def _check_whole(self) -> None:
         count = self.metadata.get("split.count", 1)
@@ -257,6 +262,8 @@ class _Cursor:
         self.file = file
         self.at = 0
         self.items = 0
+        self.item = -1
+        """The type of what the latest list holds."""
 
     def take(self, count: int) -> bytes:
         if count > len(self.data) - self.at:
@@ -299,7 +306,8 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
-            item, count = self.unpack("I"), self.unpack("Q")
+            self.item = item = self.unpack("I")
+            count = self.unpack("Q")
             if count > self.size - self.at:
                 raise ValueError("it ends in the middle of its header")
             self.count_items(count)
@@ -312,7 +320,8 @@ class _Cursor:
         raise ValueError(f"a value of type {kind} is not known")
 
 
-def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GgufTensor], dict[str, GgufTensor]]:
+    """The metadata, its lists of float32, and the tensors."""
     if cursor.take(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     version = cursor.unpack("I")
@@ -322,11 +331,16 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GgufTensor]
     if max(tensor_count, value_count) > _ENTRIES_LIMIT:
         raise ValueError(f"it claims {tensor_count} tensors and {value_count} metadata entries")
     metadata: dict[str, Any] = {}
+    lists: dict[str, GgufTensor] = {}
     for _ in range(value_count):
         key = cursor.string()
         if key in metadata:
             raise ValueError(f"metadata {key!r} is there twice")
-        metadata[key] = cursor.value(cursor.unpack("I"))
+        kind = cursor.unpack("I")
+        metadata[key] = value = cursor.value(kind)
+        if kind == _ARRAY and value and cursor.item == _FLOAT32:
+            nbytes = 4 * len(value)
+            lists[key] = GgufTensor(key, (len(value),), "F32", cursor.at - nbytes, 1, len(value), nbytes, cursor.part)
     infos = [_read_tensor_info(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -338,7 +352,7 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GgufTensor]
             raise ValueError(f"tensor {name!r} is there twice")
         tensors[name] = _placed(name, shape, kind, start + offset, cursor.size, cursor.part)
     _check_apart(tensors)
-    return metadata, tensors
+    return metadata, lists, tensors
 
 
 def _check_apart(tensors: dict[str, GgufTensor]) -> None:

@@ -36,7 +36,7 @@ native/formats.h."""
 WEIGHT_DTYPES = {name: FORMATS[name] for name in ("BF16", "F32", "F16")}
 """Plain formats of weights (safetensors' names) that the kernels read, and their numbers in the library."""
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped": 4}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped": 4, "clamped_silu": 5, "xielu": 6}
 
 _PREFERENCE = ("avx512_bf16", "avx512f", "avx2", "neon", "scalar")
 _INSTALL = "install a C compiler (Debian: apt install gcc; macOS: xcode-select --install) and `pip install` again"
@@ -94,6 +94,8 @@ class CActivation(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("epsilon", ctypes.c_float),
         ("reserved", ctypes.c_int32),
     )
 

@@ -30,11 +30,18 @@ _MEANING = {-1: "this CPU lacks the instruction set", -2: "out of memory", -3: "
 
 @dataclass(frozen=True)
 class Gate:
-    """The function before the down projection, a key of ACTIVATIONS. ``clamped`` is gpt-oss's, with alpha and limit."""
+    """The function before the down projection, a key of ACTIVATIONS, with the numbers that pllm_activation has."""
 
     kind: str
     alpha: float = 0.0
     limit: float = 0.0
+    beta: float = 0.0
+    epsilon: float = 0.0
+
+    @property
+    def native(self) -> CActivation:
+        """The gate as the kernels take it."""
+        return CActivation(ACTIVATIONS[self.kind], self.alpha, self.limit, self.beta, self.epsilon)
 
 
 def matrix(stored: StoredTensor) -> Matrix:
@@ -115,7 +122,7 @@ def unreadable(stored: StoredTensor) -> str | None:
         return _grouped_unreadable(stored) if words.ndim == 2 else "they are no matrix"
     if is_packed(stored.dtype):
         return None if words.flags.c_contiguous else "their blocks do not follow one another"
-    if words.shape[-1] > 1 and words.strides[-1] != words.itemsize:
+    if words.ndim and words.shape[-1] > 1 and words.strides[-1] != words.itemsize:
         return "the values of a row do not lie side by side"
     if words.ndim == 2 and words.shape[0] > 1 and words.strides[0] % words.itemsize:
         return "the rows are not a whole number of values apart"
@@ -194,7 +201,7 @@ class LayerExperts:
             count=count,
             hidden=hidden,
             ffn=ffn,
-            activation=CActivation(kind=ACTIVATIONS[gate.kind], alpha=gate.alpha, limit=gate.limit),
+            activation=gate.native,
             set=choice.number,
             gate_dtype=FORMATS[first.gate.dtype],
             up_dtype=FORMATS[first.up.dtype],

@@ -195,7 +195,7 @@ def to_array(tensor: StoredTensor, dtype: Any = None) -> Array:
     stored = _DTYPES.get(tensor.dtype)
     if stored is None:
         raise ModelError(f"the mlx runtime cannot use weights of type {tensor.dtype}")
-    array = mx.array(np.ascontiguousarray(tensor.words)).view(stored)
+    array = mx.array(np.asarray(tensor.words, order="C")).view(stored)
     return array if dtype is None else array.astype(dtype)
 
 

@@ -59,8 +59,8 @@ ACTIVATIONS: dict[str, str] = {
     "relu": "relu",
 }
 """The kernels' activations by transformers' names."""
-WITHOUT_GATE: dict[str, str] = {"relu2": "relu"}
-"""The same for networks without a gate, where they multiply what they are given."""
+WITHOUT_GATE: dict[str, str] = {"relu2": "relu", "xielu": "xielu"}
+"""The same for networks without a gate, where they multiply what they are given, or are functions of it alone."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         context=whole_number(config, "max_position_embeddings"),
         epsilon=positive_number(config, decoder.epsilon_setting, 1e-6),
         gate=read_gate(config),
-        has_gates=family.activation != "squared",
+        has_gates=family.has_gates,
         windows=tuple(decoder.windows(config, layers)),
         chunked=decoder.chunked,
         moe_layers=moe_layers,
@@ -635,7 +635,7 @@ def _is_clamped(family: Family) -> bool:
 
 def _kernels(family: Family) -> Mapping[str, str]:
     """The kernels' activations by transformers' names."""
-    return WITHOUT_GATE if family.activation == "squared" else ACTIVATIONS
+    return ACTIVATIONS if family.has_gates else WITHOUT_GATE
 
 
 def _activation(config: Mapping[str, Any]) -> Any:

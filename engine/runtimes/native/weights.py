@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from engine.models.architectures.ngrams import NgramHash
 from engine.models.architectures.record import LATENTS, BlockChoice, StreamSizes, renamed
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.formats.number_formats import fp8_side, is_packed
-from engine.moe.kernels.bindings import ACTIVATIONS, FORMATS, CActivation, KernelChoice, Matrix, load
-from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
+from engine.moe.kernels.bindings import FORMATS, KernelChoice, Matrix, load
+from engine.moe.kernels.layers import Gate, LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
 from engine.runtimes.native.bindings import (
     DELTA_KINDS,
@@ -482,8 +483,7 @@ class TrunkWeights:
         trunk.own_embedding = tensors.matrix(["model.embed_tokens_per_layer.weight"], shape.vocabulary, columns)
         trunk.own_projection = tensors.matrix(["model.per_layer_model_projection.weight"], columns, shape.hidden)
         trunk.own_norm = self._norm("model.per_layer_projection_norm.weight", shape.own_width)
-        gate = shape.gate
-        trunk.own_activation = CActivation(kind=ACTIVATIONS[gate.kind], alpha=gate.alpha, limit=gate.limit)
+        trunk.own_activation = shape.gate.native
 
     def _fill_own_input(self, prefix: str, layer: TrunkLayer) -> None:
         shape, tensors = self._shape, self._tensors
@@ -679,6 +679,19 @@ class TrunkWeights:
             layer.shared = self._dense(prefix + "mlp.shared_expert.", shape.shared_ffn, bias=False)
             layer.shared_gate = self._tensors.exact([prefix + "mlp.shared_expert_gate.weight"], 1, shape.hidden)
 
+    def _gate(self, prefix: str) -> Gate:
+        """The function within the network, with the numbers that it has learned (apertus)."""
+        gate = self._shape.gate
+        if gate.kind != "xielu":
+            return gate
+
+        def number(name: str, shape: tuple[int, ...]) -> float:
+            return float(to_float32(self._tensors.take([f"{prefix}act_fn.{name}"], shape)).reshape(()))
+
+        beta = number("beta", ())
+        above, below = (math.log1p(math.exp(number(name, (1,)))) for name in ("alpha_p", "alpha_n"))
+        return Gate("xielu", alpha=above, limit=beta + below, beta=beta, epsilon=number("eps", ()))
+
     def _dense(self, prefix: str, ffn: int, bias: bool) -> int:
         """Address of a feed-forward network, as a layer of one expert."""
         tensors, hidden = self._tensors, self._shape.hidden
@@ -707,6 +720,6 @@ class TrunkWeights:
             up_bias=up_bias,
             down_bias=added("down_proj.bias", hidden),
         )
-        layer = LayerExperts({0: expert}, 1, self._shape.gate, self._choice)
+        layer = LayerExperts({0: expert}, 1, self._gate(prefix), self._choice)
         self._experts.append(layer)
         return layer.address

@@ -74,6 +74,7 @@ FAMILIES = (
     "exaone4",
     "granitemoehybrid_dense",
     "gemma2",
+    "apertus",
     *MOE_FAMILIES,
 )
 
@@ -150,6 +151,7 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "afmoe": {"moe_intermediate_size": 32},
     "mimo_v2_flash": {"moe_intermediate_size": 32},
     "gemma2": {},
+    "apertus": {},
     "solar_open": {"moe_intermediate_size": 32},
     "exaone_moe": {"moe_intermediate_size": 32},
     "kimi_linear": {

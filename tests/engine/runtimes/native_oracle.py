@@ -79,6 +79,7 @@ FAMILIES = (
     "mimo_v2_flash",
     "mistral4",
     "qwen4_exp_text",
+    "apertus",
 )
 GGUF_FAMILIES = tuple(family for family in FAMILIES if family in ARCHITECTURES)
 """Those of them whose GGUF files run."""

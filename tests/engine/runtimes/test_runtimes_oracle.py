@@ -128,7 +128,8 @@ def check_facts(model: LoadedModel, folder: Path, family: str) -> None:
     if files.experts is None:
         assert (facts.experts, facts.experts_per_token, facts.moe_layers, facts.expert_bytes) == (0, 0, [], 0)
         assert facts.executor == "none (dense)" and model.popularity is None
-        buffers = sum(tensor.nbytes for name, tensor in files.trunk() if name.endswith("layer_scalar"))
+        endings = ("layer_scalar", ".beta", ".eps")
+        buffers = sum(tensor.nbytes for name, tensor in files.trunk() if name.endswith(endings))
         assert facts.parameters * 4 == facts.trunk_bytes - (buffers if facts.runtime == "torch" else 0)
     else:
         assert (facts.experts, facts.moe_layers) == (files.experts.count, list(files.experts.layers))

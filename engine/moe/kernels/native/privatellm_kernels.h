@@ -132,16 +132,22 @@ PLLM_API int pllm_linear(pllm_pool *pool, int set, const pllm_matrix *weight, co
 
 /* ---- Activations ------------------------------------------------------------------------------------------ */
 
-enum { PLLM_SILU = 0, PLLM_GELU = 1, PLLM_GELU_TANH = 2, PLLM_RELU = 3, PLLM_CLAMPED = 4 };
+enum {
+    PLLM_SILU = 0, PLLM_GELU = 1, PLLM_GELU_TANH = 2, PLLM_RELU = 3, PLLM_CLAMPED = 4, PLLM_CLAMPED_SILU = 5,
+    PLLM_XIELU = 6
+};
 
-/* PLLM_CLAMPED: g = min(gate, limit); u = clamp(up, -limit, limit); (u + 1) * g * sigmoid(alpha * g). */
+/* PLLM_CLAMPED (gpt-oss): g = min(gate, limit); u = clamp(up, -limit, limit); (u + 1) * g * sigmoid(alpha * g).
+   PLLM_CLAMPED_SILU (Step 3.5): min(gate * sigmoid(gate), limit) * clamp(up, -limit, limit).
+   PLLM_XIELU (Huang and Schlag 2025), without `up`: from 0 on alpha * gate^2 + beta * gate, below
+   limit * (exp(min(gate, epsilon)) - 1 - gate) + beta * gate. */
 typedef struct pllm_activation {
     int32_t kind;
-    float alpha, limit;
+    float alpha, limit, beta, epsilon;
     int32_t reserved;
 } pllm_activation;
 
-/* gate[i] = activation(gate[i]) * up[i] (or the clamped form), for count values. Any set of pllm_available(). */
+/* gate[i] = activation(gate[i]) * up[i] (or one of the other forms), for count values. Any set of pllm_available(). */
 PLLM_API void pllm_gate(int set, const pllm_activation *activation, float *gate, const float *up, int64_t count);
 /* values[i] = exp(values[i] - shift); returns their sum. Relative error about 1e-7 above -87; 0 far below. */
 PLLM_API float pllm_exp_sum(int set, float *values, float shift, int64_t count);

@@ -50,6 +50,15 @@ ALWAYS_INLINE V SET(activated)(const pllm_activation *activation, V g, V u) {
     }
     case PLLM_RELU:
         return V_MUL(V_MAX(g, V_ZERO), u);
+    case PLLM_CLAMPED_SILU: {
+        V limit = V_SET1(activation->limit);
+        return V_MUL(V_MIN(SET(times_sigmoid)(g, g), limit), V_MAX(V_MIN(u, limit), V_SUB(V_ZERO, limit)));
+    }
+    case PLLM_XIELU: {
+        V below = V_SUB(V_SUB(SET(exp)(V_MIN(g, V_SET1(activation->epsilon))), V_SET1(1.0F)), g);
+        V curved = V_SELECT_POSITIVE(g, V_MUL(V_MUL(g, g), V_SET1(activation->alpha)), V_MUL(below, V_SET1(activation->limit)));
+        return V_FMA(g, V_SET1(activation->beta), curved);
+    }
     default: {
         V limit = V_SET1(activation->limit);
         g = V_MIN(g, limit);

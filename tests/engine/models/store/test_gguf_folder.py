@@ -57,7 +57,7 @@ def tiny_llama(tmp_path: Path) -> Path:
 def plain_values(tensor: StoredTensor) -> Floats:
     if is_packed(tensor.dtype):
         return unpacked(tensor.dtype, np.ascontiguousarray(tensor.words))
-    words = np.ascontiguousarray(tensor.words)
+    words = np.array(tensor.words, order="C")
     if tensor.dtype == "BF16":
         return (words.astype(np.uint32) << 16).view(np.float32)
     return words.view({"F32": np.float32, "F16": np.float16}[tensor.dtype]).astype(np.float32)

@@ -108,6 +108,11 @@ def _activated(gate: Gate, g: Wide, u: Wide) -> Wide:
         return np.asarray(0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * u)
     if gate.kind == "relu":
         return np.maximum(g, 0) * u
+    if gate.kind == "clamped_silu":
+        return np.minimum(g / (1 + np.exp(-g)), gate.limit) * np.clip(u, -gate.limit, gate.limit)
+    if gate.kind == "xielu":
+        below = (np.expm1(np.minimum(g, gate.epsilon)) - g) * gate.limit
+        return np.where(g >= 0, gate.alpha * g * g, below) + gate.beta * g
     g, u = np.minimum(g, gate.limit), np.clip(u, -gate.limit, gate.limit)
     return np.asarray((u + 1) * g / (1 + np.exp(-gate.alpha * g)))
 
