@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from engine.generation.sampling import Sampler
 from engine.runtimes.protocol import Logits, TokenRows
@@ -56,8 +56,16 @@ class Room:
     waits: Callable[[], None]
 
 
-Work: TypeAlias = Reading | Decoding | Room
-Outcome: TypeAlias = Logits | int | None
+@dataclass(frozen=True)
+class Together:
+    """``programs`` that run at the same time. The outcome is a list of what they return. If one fails, the others are
+    closed, and what it raised is raised."""
+
+    programs: Sequence[Program[Any]]
+
+
+Work: TypeAlias = Reading | Decoding | Room | Together
+Outcome: TypeAlias = Logits | int | list[Any] | None
 _T = TypeVar("_T")
 Program: TypeAlias = Generator[Work, Outcome, _T]
 """A program that returns a ``_T``. What a pass raises is raised in it where it yielded the pass."""
@@ -66,14 +74,14 @@ Program: TypeAlias = Generator[Work, Outcome, _T]
 def read(work: Reading) -> Program[Logits | None]:
     """Run ``work``. Returns the logits [vocabulary] after the last token, or None if they were not wanted."""
     found = yield work
-    assert not isinstance(found, int)
+    assert not isinstance(found, int | list)
     return found
 
 
 def decode(rows: TokenRows, tokens: Sequence[int]) -> Program[Logits]:
     """Run a step of ``tokens``, one for each of ``rows``. Returns logits [rows, vocabulary]."""
     found = yield Decoding(rows, tokens)
-    assert found is not None and not isinstance(found, int)
+    assert found is not None and not isinstance(found, int | list)
     return found
 
 
@@ -81,5 +89,12 @@ def decode_choosing(rows: TokenRows, token: int, sampler: Sampler) -> Program[Lo
     """Run a step of ``token`` in the only row. Returns the next token if ``sampler`` chose it where the logits are, of
     which it is still to be told; otherwise logits [1, vocabulary]."""
     found = yield Decoding(rows, [token], sampler)
-    assert found is not None
+    assert found is not None and not isinstance(found, list)
+    return found
+
+
+def together(programs: Sequence[Program[_T]]) -> Program[list[_T]]:
+    """Run ``programs`` at the same time. Returns what they return, and raises what the first one that fails raises."""
+    found = yield Together(programs)
+    assert isinstance(found, list)
     return found

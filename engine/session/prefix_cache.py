@@ -135,6 +135,15 @@ class PrefixCache:
         self._used[self._used.index(row)] = by
         return by
 
+    def fork(self, row: CachedRow) -> CachedRow:
+        """A copy of ``row``, which a turn uses, for the same turn."""
+        self._used.append(row.forked())
+        return self._used[-1]
+
+    def drop(self, row: CachedRow) -> None:
+        """End a turn's use of ``row``, which is not kept."""
+        self._used.remove(row)
+
     def give_back(self, row: CachedRow) -> None:
         """End a turn's use of ``row``, which is kept as the latest."""
         self._used.remove(row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from engine.generation.programs import Program
+from engine.generation.programs import Program, together
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.sampling import Logprobs, Sampler, SamplingRule, TokenGuide
 from engine.generation.text import IncrementalDecoder, StopStrings
@@ -33,6 +33,8 @@ class SampleRun:
     parser: Callable[[], ReasoningParser] | None
     calls: Callable[[], ToolCallParser] | None = None
     """Factory of the parser that separates tool calls from the answer; None if no tools may be called."""
+    most_together: int = 1
+    """Maximum number of answers that are generated at the same time."""
 
     def answers(
         self,
@@ -44,8 +46,7 @@ class SampleRun:
         guide: TokenGuide | None,
         most: int,
     ) -> Program[list[Answer]]:
-        """Generate the answers one after the other from the ``logits`` [vocabulary] after the prompt; fewer if
-        cancelled.
+        """Generate the answers from the ``logits`` [vocabulary] after the prompt, some at a time; fewer if cancelled.
 
         All of them continue the same keys and values of the prompt. Each has at most ``most`` tokens; 0: the prompt is
         only read.
@@ -53,22 +54,30 @@ class SampleRun:
         answers: list[Answer] = []
         following: Logits | None = logits
         while following is not None:
-            sampler = Sampler(rule.of_sample(len(answers)), prompt, guide and guide.copy())
-            answers.append(
-                (
-                    yield from self._answer(
-                        following, sampler, StopStrings(request.stop), logprobs, request.parallel_tool_calls, most
-                    )
+            count = min(self.most_together, request.samples - len(answers))
+            branches = [self.cache.branch() for _ in range(count - 1)]
+            samplers = [
+                Sampler(rule.of_sample(len(answers) + index), prompt, guide and guide.copy()) for index in range(count)
+            ]
+            programs = [
+                self._answer(
+                    cache, following, sampler, StopStrings(request.stop), logprobs, request.parallel_tool_calls, most
                 )
-            )
+                for cache, sampler in zip([self.cache, *branches], samplers, strict=True)
+            ]
+            try:
+                answers += yield from together(programs)
+            finally:
+                for branch in branches:
+                    branch.drop()
             if len(answers) == request.samples or self.turn.cancelled():
                 break
-            self.turn.next_sample()
             following = yield from self.cache.prefill(prompt)
         return answers
 
     def _answer(
         self,
+        cache: TurnCache,
         logits: Logits,
         sampler: Sampler,
         stops: StopStrings,
@@ -104,7 +113,7 @@ class SampleRun:
                     break
                 token = following
                 tokens.append(token)
-                turn.count_token()
+                stream.count_token()
                 if token in self.ends:
                     reason = "stop"
                 else:
@@ -119,10 +128,10 @@ class SampleRun:
                         reason = "cancelled"
                 if reason is None:
                     turn.watch()
-                    following = yield from self.cache.step(token, choose, drawn_there)
+                    following = yield from cache.step(token, choose, drawn_there)
                     turn.show_timing()
         finally:
-            self.cache.settle()
+            cache.settle()
         text = stream.finish(cut=reason == "length")
         return Answer(
             text,

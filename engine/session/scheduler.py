@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from engine.generation.programs import Decoding, Outcome, Program, Reading, Room, Work
+from engine.generation.programs import Decoding, Outcome, Program, Reading, Room, Together, Work
 from engine.runtimes.protocol import LoadedModel, TokenRows
 
 READING_SHARE = 0.5
@@ -17,7 +17,7 @@ READING_SHARE = 0.5
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """A program that waits for ``work``."""
 
@@ -25,15 +25,17 @@ class _Running:
     returned: Callable[[Any], None]
     failed: Callable[[BaseException], None]
     first: bool
+    served: int
+    """Number of the reading pass that it had last."""
     work: Work | None = None
     measured: bool = False
     """Whether the program wants its next pass to be measured."""
-    served: int = 0
-    """Number of the reading pass that it had last."""
     promised: int = 0
     """Bytes of keys and values that it was given room for."""
     told: bool = False
     """Whether it was told that it waits for room."""
+    top: bool = True
+    """Whether it was added, and is no part of another program."""
 
 
 class Scheduler:
@@ -64,7 +66,7 @@ class Scheduler:
     @property
     def active(self) -> int:
         """Number of programs that have not ended."""
-        return len(self._running)
+        return sum(running.top for running in self._running)
 
     def add(
         self,
@@ -79,7 +81,9 @@ class Scheduler:
 
         ``first``: its prompt is read before those of programs without it.
         """
-        running = _Running(program, returned, failed, first, served=self._readings)
+        self._begin(_Running(program, returned, failed, first, served=self._readings))
+
+    def _begin(self, running: _Running) -> None:
         self._running.append(running)
         self._resume(running, None)
 
@@ -208,7 +212,8 @@ class Scheduler:
         except BaseException as error:
             outcomes = [error] * len(batch)
         for running, outcome in zip(batch, outcomes, strict=True):
-            self._resume(running, outcome)
+            if running in self._running:  # one that failed may have ended others
+                self._resume(running, outcome)
 
     def _resume(self, running: _Running, outcome: Outcome | BaseException) -> None:
         # A program switches the recorder on for its own passes and reads what was measured of them.
@@ -225,6 +230,36 @@ class Scheduler:
             self._end(running, partial(running.returned, end.value))
         except BaseException as error:
             self._end(running, partial(running.failed, error))
+        if isinstance(running.work, Together):
+            self._branch(running, running.work.programs)
+
+    def _branch(self, parent: _Running, programs: Sequence[Program[Any]]) -> None:
+        """Run ``programs`` for ``parent``, which goes on when they have ended."""
+        results: dict[int, Any] = {}
+        branches: list[_Running] = []
+
+        def returned(index: int, result: Any) -> None:
+            results[index] = result
+            if len(results) == len(programs):
+                parent.work = None
+                self._resume(parent, [results[index] for index in range(len(programs))])
+
+        def failed(error: BaseException) -> None:
+            over, branches[:] = list(branches), []
+            for branch in over:
+                if branch in self._running:
+                    self._running.remove(branch)
+                branch.program.close()
+            parent.work = None
+            self._resume(parent, error)
+
+        for index, program in enumerate(programs):
+            branches.append(
+                _Running(program, partial(returned, index), failed, parent.first, self._readings, top=False)
+            )
+        for branch in list(branches):
+            if branches:  # none has failed
+                self._begin(branch)
 
     def _end(self, running: _Running, tell: Callable[[], None]) -> None:
         self._running.remove(running)

@@ -75,6 +75,10 @@ MOST_COUNTED = 1_000_000
 MOST_TOGETHER = 16
 """Maximum number of answers under way at the same time."""
 
+SAMPLES_TOGETHER = 8
+"""Maximum number of answers to one question that are generated at the same time: rows that the kernels read weights for
+once."""
+
 USUAL_ANSWER = 1024
 """Tokens of an answer for which there must be memory before it begins beside others."""
 
@@ -287,6 +291,7 @@ class Session:
                         question.context,
                         question.parser,
                         self._calling(question),
+                        self._samples_together(request, len(prompt), most),
                     )
                     answers = yield from run.answers(request, logits, prompt, rule, logprobs, guide, most)
             answer = answers[0]
@@ -336,6 +341,13 @@ class Session:
         """Bytes of keys and values that an answer of usual length takes."""
         answered = min(most, USUAL_ANSWER) * max(request.beams, 1)
         return (prompt_tokens + answered) * self.facts.key_value_bytes_per_token + self.facts.state_bytes
+
+    def _samples_together(self, request: Generate, prompt_tokens: int, most: int) -> int:
+        """Number of answers to one question that are generated at the same time, for which there is memory."""
+        if request.samples == 1 or self.most_together == 1:
+            return 1
+        each = self._likely_bytes(request, prompt_tokens, most)
+        return max(1, min(SAMPLES_TOGETHER, 1 + self._memory() // max(1, each)))
 
     def _look(self, tokens: Sequence[int], turn: Turn) -> None:
         if self._looking is not None:

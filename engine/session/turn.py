@@ -116,13 +116,9 @@ class Turn:
         self._start = clock()
         self._first = self._last = 0.0
         self._count = 0
-        self._earlier = 0
-        """Tokens of the samples before the current one."""
-        self.sample = 0
-        """Index of the answer that is being generated, if there are several."""
         self._measured = False
         self._due: dict[str, float] = {}
-        self._stream: TextStream | None = None
+        self._streams: list[TextStream] = []
 
     # --- clocks ---------------------------------------------------------------------------------------------------
 
@@ -148,16 +144,6 @@ class Turn:
     def ran_of_prompt(self, first: int, end: int) -> None:
         """Record that tokens ``first`` to ``end`` were run. Only those of the prompt count."""
         self.prefilled += max(0, min(end, self._prompt_tokens) - first)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the current sample so far."""
-        return self._count - self._earlier
-
-    def next_sample(self) -> None:
-        """Begin another answer to the same question."""
-        self.sample += 1
-        self._earlier = self._count
 
     @property
     def answering_s(self) -> float:
@@ -202,12 +188,12 @@ class Turn:
         parser: ReasoningParser | None = None,
         calls: ToolCallParser | None = None,
     ) -> TextStream:
-        """A stream for the answer's tokens. Without ``decoder`` only their number is emitted.
+        """A stream for the tokens of the next answer to the question. Without ``decoder`` only their number is emitted.
 
         ``parser`` separates thoughts, and ``calls`` separates tool calls, in which stop strings have no effect.
         """
-        self._stream = TextStream(self, decoder, stops, parser, calls)
-        return self._stream
+        self._streams.append(TextStream(self, len(self._streams), decoder, stops, parser, calls))
+        return self._streams[-1]
 
     def show_beams(self, step: int, beams: Callable[[], list[Beam]]) -> None:
         """Send the candidates, at most ten times a second; ``beams`` is called only then."""
@@ -249,8 +235,8 @@ class Turn:
     def close(self) -> None:
         """Send held text and stop measuring. May be called twice."""
         self._emit_notices()
-        if self._stream is not None:
-            self._stream.send()
+        for stream in self._streams:
+            stream.send()
         self._recorder.enabled = False
 
 
@@ -260,12 +246,16 @@ class TextStream:
     def __init__(
         self,
         turn: Turn,
+        sample: int,
         decoder: IncrementalDecoder | None,
         stops: StopStrings,
         parser: ReasoningParser | None,
         calls: ToolCallParser | None,
     ) -> None:
+        """``sample``: index of the answer, if there are several."""
         self._turn = turn
+        self._sample = sample
+        self._tokens = 0
         self._decoder = decoder
         self._stops = stops
         self._parser = parser
@@ -295,12 +285,17 @@ class TextStream:
         """The complete tool calls."""
         return [] if self._calls is None else self._calls.calls
 
+    def count_token(self) -> None:
+        """Count one more token of the answer."""
+        self._turn.count_token()
+        self._tokens += 1
+
     def push(self, token: int, logprob: TokenLogprob | None = None) -> None:
         if logprob is not None:
             self._logprobs.append(logprob)
         if self._decoder is not None:
             self._add(self._decoder.push(token))
-        if self._turn.due("piece", PIECE_INTERVAL_S):
+        if self._turn.due(f"piece {self._sample}", PIECE_INTERVAL_S):
             self.send()
 
     def finish(self, cut: bool = False) -> str:
@@ -328,7 +323,7 @@ class TextStream:
             for_user = self._parser.for_user
             self._wait(self._settled(self._parser.push(piece)), for_user=for_user)
         if self._parser.thinking and not (self._calls_in_thoughts and self._calls_in_thoughts.holding):
-            self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
+            self.thought_tokens, self.thought_s = self._tokens, self._turn.answering_s
 
     def _settled(self, separated: Separated) -> Separated:
         """``separated`` without text that may turn out to be a call in thoughts that are never closed."""
@@ -348,7 +343,7 @@ class TextStream:
         """
         if separated.withdrawn:
             self._stops.flush()
-            self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
+            self.thought_tokens, self.thought_s = self._tokens, self._turn.answering_s
             self._waiting = Separated(withdrawn=True)
         before = self._waiting
         answer = separated.answer
@@ -379,11 +374,11 @@ class TextStream:
         new, turn = self._waiting, self._turn
         pieces = self._call_pieces()
         empty = not new.answer and not new.thoughts and not pieces and not (last and self._logprobs)
-        if empty and (self._decoder is not None or self._counted == turn.tokens):
+        if empty and (self._decoder is not None or self._counted == self._tokens):
             return
         self._waiting = Separated()
         logprobs, self._logprobs = self._logprobs, []
-        self._counted = turn.tokens
+        self._counted = self._tokens
         if new.withdrawn:
             self._sent.clear()
         self._sent.append(new.answer)
@@ -392,13 +387,13 @@ class TextStream:
             Piece(
                 id=turn.id,
                 text=new.answer,
-                tokens=turn.tokens,
+                tokens=self._tokens,
                 tokens_per_s=turn.tokens_per_s(),
                 reasoning=new.thoughts,
                 reasoning_tokens=self.thought_tokens,
                 reasoning_s=self.thought_s,
                 withdrawn=new.withdrawn,
-                sample=turn.sample,
+                sample=self._sample,
                 tool_calls=pieces,
                 logprobs=logprobs,
             )

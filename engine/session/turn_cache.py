@@ -84,6 +84,17 @@ class TurnCache:
             self._row = None
         self._model.turn(lambda: False)
 
+    def branch(self) -> TurnCache:
+        """The same contents, which go on by themselves; to be dropped (:meth:`drop`)."""
+        other = TurnCache(self._cache, self._model, self._turn, self._chunk, self._repeatable, self._look)
+        other._row = self._cache.fork(self._current)
+        return other
+
+    def drop(self) -> None:
+        """Forget a branch."""
+        self._cache.drop(self._current)
+        self._row = None
+
     def take_back_peers(self, prompt: Sequence[int]) -> None:
         """Form the ring again if its machines changed and that pays. This empties the cache.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,13 +55,32 @@ def test_samples_are_the_answers_of_following_seeds(ask: Ask) -> None:
         assert pieces[-1].tokens == 6
 
 
-def test_a_cancelled_sample_is_the_last_one(ask: Ask) -> None:
-    ask.cancel_when = lambda events: sum(isinstance(event, Prefill) for event in events) == 2
+def test_cancelling_ends_the_samples_that_are_under_way(ask: Ask) -> None:
+    """Of ten, eight are under way at the same time."""
+    alone = [ask(PROMPT, max_tokens=6, sampling=drawn(seed)).token_ids for seed in range(3, 11)]
+    ask.cancel_when = lambda events: any(isinstance(event, Piece) and event.tokens > 2 for event in events)
     try:
-        found = ask(PROMPT, max_tokens=6, sampling=drawn(3), samples=4)
+        ask.session._clock = itertools.count().__next__  # every piece is due
+        found = ask(PROMPT, max_tokens=6, sampling=drawn(3), samples=10)
     finally:
+        ask.session._clock = time.perf_counter
         ask.cancel_when = lambda events: False
-    assert [sample.finish_reason for sample in found.samples] == ["length", "cancelled"]
+    assert [sample.finish_reason for sample in found.samples] == ["cancelled"] * 8
+    for sample, whole in zip(found.samples, alone, strict=True):
+        assert sample.token_ids == whole[: len(sample.token_ids)] and 2 <= len(sample.token_ids) < 6
+
+
+def test_more_samples_than_fit_come_one_after_another(ask: Ask) -> None:
+    alone = [ask(PROMPT, max_tokens=6, sampling=drawn(seed)).token_ids for seed in range(3, 13)]
+    memory = ask.session._memory
+    try:
+        for free, together in ((0, 1), (1 << 40, 8)):
+            ask.session._memory = lambda free=free: free  # type: ignore[misc]
+            prompts = ask(PROMPT, max_tokens=6, sampling=drawn(3), samples=10)
+            assert [sample.token_ids for sample in prompts.samples] == alone
+            assert len(ask.of(Prefill)) == -(-10 // together)
+    finally:
+        ask.session._memory = memory
 
 
 def test_log_probabilities_are_the_models_own(ask: Ask) -> None:

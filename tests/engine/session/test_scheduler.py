@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.generation.programs import Decoding, Program, Reading, Room
+from engine.generation.programs import Decoding, Program, Reading, Room, together
 from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load, Prefill, Progress, Sampling, Timing
 from engine.moe.timing import Recorder
@@ -366,6 +366,49 @@ def test_room_is_given_in_turn() -> None:
     assert waits == ["small", "large"]
     assert ended[0] in ("first", "gone") and set(ended) == {"first", "small", "large", "gone"}
     assert model.done.index("small steps") > model.done.index("first steps")
+
+
+def test_a_program_waits_for_its_parts_which_run_at_the_same_time() -> None:
+    model = Passes()
+    scheduler, ended = Scheduler(model, clock=model.clock), list[object]()
+
+    def whole() -> Program[list[str]]:
+        found = yield from together([program(Rows(model, name), steps=count) for name, count in (("a", 1), ("b", 3))])
+        return [*found, *(yield from together([program(Rows(model, "c"), steps=1)]))]
+
+    scheduler.add(whole(), ended.append, fail)
+    assert scheduler.active == 1
+    run_all(scheduler)
+    assert ended == [["a", "b", "c"]]
+    assert model.done == ["a steps", "b steps", "b steps", "b steps", "c steps"]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_part_that_fails_ends_the_others(failing: int) -> None:
+    model = Passes()
+    scheduler, ended, closed = Scheduler(model, clock=model.clock), list[object](), list[int]()
+
+    def part(number: int) -> Program[str]:
+        try:
+            yield from program(Rows(model, str(number)), steps=2 - (number == failing))
+            if number == failing:
+                raise LookupError("lost")
+            yield from program(Rows(model, str(number)), steps=50)
+            return ""
+        except GeneratorExit:
+            closed.append(number)
+            raise
+
+    def whole() -> Program[list[str]]:
+        with pytest.raises(LookupError):
+            yield from together([part(number) for number in range(3)])
+        return (yield from together([program(Rows(model, "after"), steps=1)]))
+
+    scheduler.add(whole(), ended.append, fail)
+    scheduler.add(program(Rows(model, "other"), steps=4), ended.append, fail)
+    run_all(scheduler)
+    assert sorted(closed) == [number for number in range(3) if number != failing]
+    assert sorted(map(str, ended)) == ["['after']", "other"]
 
 
 def test_who_is_interrupted_goes_on_at_once() -> None:

@@ -36,7 +36,7 @@ def read(
         ToolCallParser(CALLS[calls], TOOLS),
     )
     for number in range(len(pieces)):
-        turn.count_token()
+        stream.count_token()
         stream.push(number)
     found = stream.finish(cut)
     sent = [event for event in events if isinstance(event, Piece)]
