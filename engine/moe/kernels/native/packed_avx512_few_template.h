@@ -36,10 +36,6 @@ _Static_assert(sizeof(wide_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit
 
 ALWAYS_INLINE int lane_of(int block, int half) { return 4 * (block / 2 % 2 * 2 + half) + block / 4 + block % 2 * 2; }
 
-ALWAYS_INLINE __m512i lanes_of_blocks(void) {
-    return _mm512_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5, 2, 6, 3, 7, 2, 6, 3, 7);
-}
-
 /* The four vectors of a unit from those of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7. */
 ALWAYS_INLINE void spread(__m512i a, __m512i b, __m512i c, __m512i d, __m512i to[4]) {
     const __m512i even = _mm512_unpacklo_epi32(a, c), odd = _mm512_unpacklo_epi32(b, d);

@@ -29,6 +29,11 @@ ALWAYS_INLINE __m512i two_pairs(const uint8_t *a, const uint8_t *b) {
                               _mm256_loadu_si256((const __m256i *)(const void *)b), 1);
 }
 
+/* Of the lanes of a unit, as packed_avx512_few_template.h has them, the blocks of 32 values. */
+ALWAYS_INLINE __m512i lanes_of_blocks(void) {
+    return _mm512_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5, 2, 6, 3, 7, 2, 6, 3, 7);
+}
+
 /* Words of 16 bits shifted right by `low` in the lower half of the vector and by `high` in the upper one. */
 ALWAYS_INLINE __m512i halves_shifted(__m512i v, int low, int high) {
     return _mm512_srlv_epi16(v, _mm512_inserti64x4(_mm512_set1_epi16((short)low), _mm256_set1_epi16((short)high), 1));

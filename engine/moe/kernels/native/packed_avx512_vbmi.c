@@ -15,7 +15,7 @@
 
 #undef SET
 #define SET(name) pllm_packed_avx512_vbmi_##name
-#define PACKED_FORMATS(ROW) ROW(IQ3_S) ROW(IQ3_XXS) ROW(IQ2_XXS) ROW(IQ2_XS) ROW(IQ2_S)
+#define PACKED_FORMATS(ROW) ROW(IQ3_S) ROW(IQ3_XXS) ROW(IQ2_XXS) ROW(IQ2_XS) ROW(IQ2_S) ROW(IQ1_S) ROW(IQ1_M)
 #include "packed_avx512_template.h"
 #include "packed_grids_avx512_vbmi.h"
 

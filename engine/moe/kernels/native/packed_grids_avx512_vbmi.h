@@ -1,5 +1,5 @@
 /* Codes of formats with a grid for AVX-512 with VBMI: points are looked up in registers, 64 at a time, as numbers of two or
-   four bits for each value. These, and the bits of the signs, are brought to the bytes of their values, and both together
+   four bits for each value; those of IQ1_S and IQ1_M, which are too many for that, in memory. These, and the bits of the signs, are brought to the bytes of their values, and both together
    are looked up in a table of raised codes. They lie as packed_avx512_few_template.h says. Include after packed_avx512_template.h. */
 #include "packed_grids.h"
 
@@ -18,6 +18,10 @@ static const uint8_t iq3_xxs_points[2][256] IN_LINES = {{IQ3_XXS_GRID(LOW_BYTE)}
 static const uint8_t iq2_xxs_points[2][256] IN_LINES = {{IQ2_XXS_GRID(LOW_BYTE)}, {IQ2_XXS_GRID(HIGH_BYTE)}};
 static const uint8_t iq2_xs_points[2][512] IN_LINES = {{IQ2_XS_GRID(LOW_BYTE)}, {IQ2_XS_GRID(HIGH_BYTE)}};
 static const uint8_t iq2_s_points[2][1024] IN_LINES = {{IQ2_S_GRID(LOW_BYTE)}, {IQ2_S_GRID(HIGH_BYTE)}};
+
+#define POINT(point) (uint16_t)(point),
+static const uint16_t iq1_points[2048] IN_LINES = {IQ1_S_GRID(POINT)};
+#undef POINT
 
 #define FOUR_TIMES(M, n) M(n) M((n) + 1) M((n) + 2) M((n) + 3)
 #define SIXTEEN_TIMES(M, n) FOUR_TIMES(M, n) FOUR_TIMES(M, (n) + 4) FOUR_TIMES(M, (n) + 8) FOUR_TIMES(M, (n) + 12)
@@ -39,6 +43,9 @@ static const uint8_t words_of_eights[2][64] IN_LINES = {{THIRTY_TWO_TIMES(WORD_O
                                                         {THIRTY_TWO_TIMES(WORD_OF_SECOND_EIGHT)}};
 static const uint8_t words_of_fours[2][64] IN_LINES = {{THIRTY_TWO_TIMES(WORD_OF_FOUR)},
                                                        {THIRTY_TWO_TIMES(WORD_OF_NEXT_FOUR)}};
+
+#define PLACE_OF_EIGHT(n) EIGHT_AT(n),
+static const uint16_t places_of_eights[32] IN_LINES = {THIRTY_TWO_TIMES(PLACE_OF_EIGHT)};
 
 /* The signs of a unit's lanes 4 i to 4 i + 3, and those of the same lanes of the next unit. */
 #define SIGNS_OF_FOUR(n) EIGHT_AT(n), EIGHT_AT((n) + 1), EIGHT_AT((n) + 2), EIGHT_AT((n) + 3),                     \
@@ -83,16 +90,22 @@ ALWAYS_INLINE __m512i signed_codes(__m512i points, __m512i signs, __m512i values
 /* Signs in the order of signs_of_lanes, moved so that those of vector i are above `bits` bits. */
 #define SIGNS_AT(i, bits) LANES_BITS(((i) / 2 * 8 + (i) % 2 * 4 - (bits)) & 63, ((i) / 2 * 8 + ((i) % 2 ^ 1) * 4 - (bits)) & 63, 16, 1)
 
-/* The four vectors of a unit whose points of eight values, of two bits each, are in the order of words_of_eights. */
-ALWAYS_INLINE void codes_of_eights(__m512i points, __m512i signs, __m512i to[4]) {
-    const int64_t above = 64; /* 8, 25 and 43, and then less than that */
-    const int64_t more = (above + 8) | (above + 25) << 8 | (above + 43) << 16;
-    const int64_t less = (above - 8) | (above - 25) << 8 | (above - 43) << 16;
-    const __m512i values = _mm512_set1_epi64(more | less << 32);
-    to[0] = signed_codes(bytes_at(points, LANES_BITS(0, 8, 32, 2)), bytes_at(signs, SIGNS_AT(0, 2)), values, 2);
-    to[1] = signed_codes(bytes_at(points, LANES_BITS(8, 0, 32, 2)), bytes_at(signs, SIGNS_AT(1, 2)), values, 2);
-    to[2] = signed_codes(bytes_at(points, LANES_BITS(16, 24, 32, 2)), bytes_at(signs, SIGNS_AT(2, 2)), values, 2);
-    to[3] = signed_codes(bytes_at(points, LANES_BITS(24, 16, 32, 2)), bytes_at(signs, SIGNS_AT(3, 2)), values, 2);
+/* The four vectors of a unit whose points of eight values, of two bits each, are in the order of words_of_eights. `signs`: of
+   each vector. */
+ALWAYS_INLINE void codes_of_eights(__m512i points, const __m512i signs[4], __m512i values, __m512i to[4]) {
+    to[0] = signed_codes(bytes_at(points, LANES_BITS(0, 8, 32, 2)), signs[0], values, 2);
+    to[1] = signed_codes(bytes_at(points, LANES_BITS(8, 0, 32, 2)), signs[1], values, 2);
+    to[2] = signed_codes(bytes_at(points, LANES_BITS(16, 24, 32, 2)), signs[2], values, 2);
+    to[3] = signed_codes(bytes_at(points, LANES_BITS(24, 16, 32, 2)), signs[3], values, 2);
+}
+
+/* Three bytes with, and three without what follows the two bits of a point: a sign, or that they are below. */
+ALWAYS_INLINE __m512i values_of_eights(const int dtype) {
+    const int64_t plain = dtype == PLLM_IQ1_S || dtype == PLLM_IQ1_M ? 9 | 17 << 8 | 25 << 16
+                                                                     : (64 + 8) | (64 + 25) << 8 | (64 + 43) << 16;
+    const int64_t other = dtype == PLLM_IQ1_S || dtype == PLLM_IQ1_M ? 7 | 15 << 8 | 23 << 16
+                                                                     : (64 - 8) | (64 - 25) << 8 | (64 - 43) << 16;
+    return _mm512_set1_epi64(plain | other << 32);
 }
 
 /* The same of points of four values, of four bits each, in the orders of words_of_fours. */
@@ -168,12 +181,63 @@ ALWAYS_INLINE void look_up_fours(const uint8_t *b, const int dtype, __m512i poin
     *signs = _mm512_permutexvar_epi8(loaded(signs_of_lanes), *signs);
 }
 
+/* Eight points of IQ1 whose places, times `step` bytes, are at `at`. */
+ALWAYS_INLINE __m128i eight_of_iq1(const uint16_t *at, const int step) {
+    uint32_t pairs[4];
+    memcpy(pairs, at, 16);
+    UNROLL for (int i = 0; i < 4; i++) IN_REGISTER(pairs[i]);
+#define POINT(i) (int)two_bytes((const uint8_t *)iq1_points + step * ((i) % 2 ? pairs[(i) / 2] >> 16 : pairs[(i) / 2] & 65535))
+    __m128i points = _mm_cvtsi32_si128(POINT(0));
+    points = _mm_insert_epi16(points, POINT(1), 1);
+    points = _mm_insert_epi16(points, POINT(2), 2);
+    points = _mm_insert_epi16(points, POINT(3), 3);
+    points = _mm_insert_epi16(points, POINT(4), 4);
+    points = _mm_insert_epi16(points, POINT(5), 5);
+    points = _mm_insert_epi16(points, POINT(6), 6);
+    return _mm_insert_epi16(points, POINT(7), 7);
+#undef POINT
+}
+
+/* The points of a unit of IQ1_S, whose places grid_unit has twice as large, or of IQ1_M. */
+ALWAYS_INLINE __m512i points_of_iq1(const uint8_t *b, const int dtype) {
+    const int step = dtype == PLLM_IQ1_S ? 1 : 2;
+    grid_unit grid;
+    open_grid_unit(b, &grid, dtype);
+    const __m256i low = _mm256_set_m128i(eight_of_iq1(grid.at + 8, step), eight_of_iq1(grid.at, step));
+    const __m256i high = _mm256_set_m128i(eight_of_iq1(grid.at + 24, step), eight_of_iq1(grid.at + 16, step));
+    return _mm512_permutexvar_epi16(loaded(places_of_eights), _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
+
+/* By lane all bits where the codes of a block of IQ1_S are below its points. */
+ALWAYS_INLINE __m512i below_of_iq1_s(const uint8_t *b) {
+    const __m256i words = _mm256_cvtepi16_epi32(sixteen_bytes(b + IQ1_S_HIGH));
+    return _mm512_permutexvar_epi32(lanes_of_blocks(), _mm512_castsi256_si512(_mm256_srai_epi32(words, 31)));
+}
+
+/* The fours of bits of IQ1_M for each point, whose highest one says that the codes are below. */
+ALWAYS_INLINE __m256i fours_of_iq1_m(const uint8_t *b) {
+    const __m128i bytes = sixteen_bytes(b + IQ1_M_HIGH), more = _mm_srli_epi16(bytes, 4);
+    return _mm256_set_m128i(_mm_unpackhi_epi8(bytes, more), _mm_unpacklo_epi8(bytes, more));
+}
+
 /* The units at a and b. */
 ALWAYS_INLINE unit_pair look_up_two(const uint8_t *a, const uint8_t *b, const int dtype) {
     unit_pair to;
     if (dtype == PLLM_IQ3_S || dtype == PLLM_IQ3_XXS) {
         look_up_fours(a, dtype, to.points[0], &to.signs[0]);
         look_up_fours(b, dtype, to.points[1], &to.signs[1]);
+        return to;
+    }
+    if (dtype == PLLM_IQ1_S || dtype == PLLM_IQ1_M) {
+        to.points[0][0] = points_of_iq1(a, dtype);
+        to.points[1][0] = points_of_iq1(b, dtype);
+        if (dtype == PLLM_IQ1_S) {
+            to.signs[0] = below_of_iq1_s(a);
+            to.signs[1] = below_of_iq1_s(b);
+        } else {
+            const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(fours_of_iq1_m(a)), fours_of_iq1_m(b), 1);
+            to.signs[0] = _mm512_permutexvar_epi8(loaded(signs_of_lanes), both);
+        }
         return to;
     }
     const uint8_t *table = dtype == PLLM_IQ2_S    ? iq2_s_points[0]
@@ -196,8 +260,20 @@ ALWAYS_INLINE void codes_of_pair(const unit_pair *pair, const int i, const int d
                                    ? _mm_setr_epi8(17, 19, 21, 23, 25, 27, 29, 31, 15, 13, 11, 9, 7, 5, 3, 1)
                                    : _mm_setr_epi8(34, 38, 42, 46, 50, 54, 58, 63, 30, 26, 22, 18, 14, 10, 6, 1);
         codes_of_fours(pair->points[i][0], pair->points[i][1], pair->signs[i], _mm512_broadcast_i32x4(values), to);
-    } else {
-        const __m512i signs = i ? _mm512_shuffle_epi32(pair->signs[0], (_MM_PERM_ENUM)0xb1) : pair->signs[0];
-        codes_of_eights(pair->points[i][0], signs, to);
+        return;
     }
+    const __m512i own = i && dtype != PLLM_IQ1_S ? _mm512_shuffle_epi32(pair->signs[0], (_MM_PERM_ENUM)0xb1) : pair->signs[i];
+    __m512i signs[4];
+    if (dtype == PLLM_IQ1_S) {
+        UNROLL for (int v = 0; v < 4; v++) signs[v] = own;
+    } else if (dtype == PLLM_IQ1_M) {
+        signs[0] = signs[1] = bytes_at(own, LANES_BITS(1, 1, 16, 0));
+        signs[2] = signs[3] = bytes_at(own, LANES_BITS(9, 9, 16, 0));
+    } else {
+        signs[0] = bytes_at(own, SIGNS_AT(0, 2));
+        signs[1] = bytes_at(own, SIGNS_AT(1, 2));
+        signs[2] = bytes_at(own, SIGNS_AT(2, 2));
+        signs[3] = bytes_at(own, SIGNS_AT(3, 2));
+    }
+    codes_of_eights(pair->points[i][0], signs, values_of_eights(dtype), to);
 }
