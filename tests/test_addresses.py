@@ -64,9 +64,7 @@ THROUGH = {
     ),
     "engine/models/store/test_fetching.py": "engine/models/formats/json_files",
     "engine/models/store/test_gguf_folder.py": "engine/models/formats/gguf_file "
-    + " ".join(
-        f"engine/models/architectures/gguf_{name}" for name in ("architectures", "metadata", "parts", "tensors")
-    ),
+    + " ".join(f"engine/models/architectures/gguf_{name}" for name in ("metadata", "parts", "tensors")),
     "engine/planning/test_placement_planner.py": "engine/planning/placement_search",
     "engine/residency/test_mapped.py": "engine/system/durable_files",
     "engine/runtimes/mlx/test_measuring.py": "engine/bench/throughput",

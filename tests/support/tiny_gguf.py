@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter
 from gguf import get_tensor_name_map as gguf_names
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
@@ -81,6 +81,7 @@ ARCHITECTURES = {
     "mimo_v2_flash": "mimo2",
     "mistral4": "mistral4",
     "apertus": "apertus",
+    "qwen4_exp_text": "qwen4exp",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -145,10 +146,28 @@ _NAMES = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
+    "model.hyper_connection_mixer.hc_norm": "output_hc_norm",
+    "model.hyper_connection_mixer.input_mix_weight_down": "output_hc_down",
+    "model.hyper_connection_mixer.input_mix_weight_up": "output_hc_up",
+    "self_attn.indexer.index_qk_proj": "indexer.qk_proj",
+    "self_attn.indexer.q_layernorm": "indexer.q_norm",
+    "self_attn.indexer.k_layernorm": "indexer.k_norm",
+    "ple.key_proj": "ple_key",
+    "ple.value_proj": "ple_value",
+    "ple.norm_key": "ple_norm_key",
+    "ple.norm_query": "ple_norm_query",
+    "ple.norm_conv": "ple_norm_conv",
+    "ple.conv1d": "ple_conv1d",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+_MIXERS = {
+    "hc_norm": "norm",
+    "input_mix_weight_down": "down",
+    "input_mix_weight_up": "up",
+    "block_inject_weight": "inject",
 }
 BY_GGUF = (
     "gemma4",
@@ -250,6 +269,10 @@ def gguf_name(name: str, architecture: str = "") -> str:
     if stem in _NAMES:
         return f"{_NAMES[stem]}.{kind}"
     _, _, layer, rest = stem.split(".", 3)
+    if "hyper_connection" in rest:
+        part, _, which = rest.partition(".")
+        short = "hc_attn" if part.startswith("attn") else "hc_ffn"
+        return f"blk.{layer}.{short}_{_MIXERS[which]}.{kind}"
     return f"blk.{layer}.{_NAMES[rest]}.{kind}"
 
 
@@ -301,10 +324,15 @@ def mamba_stored(name: str, values: Floats, config: dict[str, Any]) -> Floats:
     return values[:, None] if name.endswith(".D") else values
 
 
+def _is_offset(name: str) -> bool:
+    """Whether a tensor is the weights of a norm that multiplies by one more."""
+    return ("norm.weight" in name or ".ple.norm_" in name) and "linear_attn" not in name
+
+
 def delta_net_stored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
     """As llama.cpp stores Qwen 3.5 and Qwen3-Next: norms with one added, decays as they are used, value heads of the
     first in tiles."""
-    if name.endswith("norm.weight") and "linear_attn" not in name:
+    if _is_offset(name):
         return values + np.float32(1)
     if name.endswith("A_log"):
         values = -np.exp(values)
@@ -313,7 +341,7 @@ def delta_net_stored(name: str, values: Floats, config: dict[str, Any], architec
 
 def delta_net_restored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
     """Undoes :func:`delta_net_stored`."""
-    if name.endswith("norm.weight") and "linear_attn" not in name:
+    if _is_offset(name):
         return values - np.float32(1)
     if architecture != "qwen3next":
         values = _moved_heads(name, values, config, back=True)
@@ -321,6 +349,8 @@ def delta_net_restored(name: str, values: Floats, config: dict[str, Any], archit
 
 
 def _moved_heads(name: str, values: Floats, config: dict[str, Any], back: bool) -> Floats:
+    if "linear_attn" not in name:
+        return values
     groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     width, keys = config["linear_value_head_dim"], 2 * groups * config["linear_key_head_dim"]
     sizes = (heads // groups, groups) if back else (groups, heads // groups)
@@ -370,8 +400,15 @@ def write_tiny_gguf(
     true: dict[str, Floats] = {}
     extra_lists: dict[str, dict[int, float]] = {}
     experts: dict[tuple[int, str], dict[int, tuple[str, Floats]]] = {}
+    tables: dict[str, Floats] = {}
     for name, tensor in _tensors(source).items():
+        if tensor.dtype == np.int64:  # what follows from the metadata
+            true[name] = tensor  # type: ignore[assignment]
+            continue
         values = tensor.astype(np.float32)
+        if ".ngram_embedding." in name:
+            tables[name] = values
+            continue
         found = _EXPERT.fullmatch(name)
         if found is not None:
             experts.setdefault((int(found[1]), _SHORT[found[3]]), {})[int(found[2])] = (name, values)
@@ -393,6 +430,9 @@ def write_tiny_gguf(
             extra_lists.setdefault(f"xielu.{name.rpartition('.')[2]}", {})[int(name.split(".")[2])] = values.item()
             continue
         known = gguf_name(name, architecture)
+        if name.endswith("index_qk_proj.weight"):
+            true[name] = _split_choosing(known, values, config, written, pack)
+            continue
         if name.endswith("kv_b_proj.weight") and layout != "separate":
             true[name] = _split_latents(known, values, config, written, pack)
             continue
@@ -400,7 +440,7 @@ def write_tiny_gguf(
             true[name] = _split_by_kind(known, values, config, written, pack)
             continue
         if architecture in ("gpt-oss", *DELTA_NETS, "glm4moe"):
-            known = known.replace("ffn_norm", "post_attention_norm")
+            known = known.replace(".ffn_norm", ".post_attention_norm")
         short = next((short for short in heads if f".{short}." in known), None) if paired else None
         values = rotated(values, heads[short]) if short is not None else stored(name, values, config, architecture)
         words, kind, back = pack(known, values)
@@ -408,6 +448,8 @@ def write_tiny_gguf(
         back = unrotated(back, heads[short]) if short is not None else restored(name, back, config, architecture)
         true[name] = back
     _add_experts(experts, layout, pack, written, true)
+    if tables:
+        _add_table(tables, pack, written, true)
     if merged:
         written = _merged(written)
     if architecture == "gemma4":
@@ -457,6 +499,8 @@ class _Packing:
         """What is stored of ``values``, its type, and the values it stands for."""
         kept = values.ndim == 1 or any(part in name for part in _PLAIN) or name.endswith(_PLAIN_VECTORS)
         kind = GGMLQuantizationType.F32 if kept else self._kinds(name)
+        if not kept and values.shape[-1] % GGML_QUANT_SIZES[kind][0]:  # as llama.cpp's own tool has it
+            kind = GGMLQuantizationType.Q8_0
         if kind == GGMLQuantizationType.F32:
             return values, kind, values
         flat = values.reshape(-1, values.shape[-1])
@@ -594,6 +638,37 @@ def _split_by_kind(
     return np.ascontiguousarray(np.concatenate(rows, axis=1).reshape(values.shape))
 
 
+def _split_choosing(
+    known: str,
+    values: Floats,
+    config: dict[str, Any],
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
+    pack: _Packing,
+) -> Floats:
+    """What an indexer's queries and key read as two tensors."""
+    back = []
+    for short, rows in zip("qk", np.split(values, [-config["indexer_head_dim"]]), strict=True):
+        name = known.replace("qk_proj", f"{short}_proj")
+        words, kind, true = pack(name, rows)
+        written.append((name, words, kind))
+        back.append(true)
+    return np.concatenate(back)
+
+
+def _add_table(
+    tables: dict[str, Floats],
+    pack: _Packing,
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
+    true: dict[str, Floats],
+) -> None:
+    """The parts of the one table of n-grams as one tensor."""
+    names = sorted(tables, key=lambda name: int(name.split(".shard_")[1].split(".")[0]))
+    words, kind, back = pack("per_layer_token_embd.weight", np.concatenate([tables[name] for name in names]))
+    written.append(("per_layer_token_embd.weight", words, kind))
+    ends = np.cumsum([len(tables[name]) for name in names])[:-1]
+    true |= dict(zip(names, np.split(back, ends), strict=True))
+
+
 def _split_latents(
     known: str,
     values: Floats,
@@ -715,6 +790,14 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["num_hidden_layers"]
         sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
         sizes["shared_expert_intermediate_size"] = 256
+    if family == "qwen4_exp_text":
+        del sizes["num_hidden_layers"]
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+        rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        sizes |= {"rope_parameters": rope, "linear_num_value_heads": 4, "num_experts": 4}
+        sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "moe_intermediate_size": 256}
+        sizes |= {"shared_expert_intermediate_size": 256, "hc_lowrank": 256}
+        sizes |= {"ple_embed_dim": 256, "indexer_head_dim": 32}
     if family in ("lfm2", "lfm2_moe"):
         del sizes["num_hidden_layers"], sizes["head_dim"]
     if family == "lfm2_moe":

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
+from gguf import ExpertGatingFuncType, GGUFValueType, GGUFWriter, RopeScalingType
 
 from engine.models.architectures.families import FAMILIES
+from engine.models.architectures.ngrams import ngram_hashes
 
 Layout = Literal["stacked", "fused", "separate"]
 """How the experts of a layer are stored: one tensor for each matrix, gate and up in one tensor, one for each expert."""
 
-DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
+DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next", "qwen4exp")
 """Architectures whose layers are mostly gated delta-nets."""
 KIMI_DELTAS = ("kimi-linear",)
 """Architectures with delta-nets whose keys decay each by itself, and attention over latents."""
 NEMOTRONS = ("nemotron_h_moe", "nemotron_h")
 """Architectures whose layers have one part each; the second has no experts."""
 
+ARRAY, UINT64 = GGUFValueType.ARRAY, GGUFValueType.UINT64
 PLACEHOLDER = 150
 """Id of the token that stands for pictures, in families that see."""
 TOKENS = [chr(code) for code in range(33, 127)] + [f"{a}{b}" for a in "abcdefgh" for b in "aeiou"] + ["Ġ", "Ċ"]
@@ -156,6 +158,8 @@ def write_metadata(
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+    if architecture == "qwen4exp":
+        _write_streams(writer, config)
     if architecture == "llama4":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
@@ -193,6 +197,36 @@ def write_metadata(
     if architecture == "gemma4":
         named = {PLACEHOLDER: "<|image|>", PLACEHOLDER + 1: "<|image>", PLACEHOLDER + 2: "<image|>"}
     add_tokenizer(writer, config["vocab_size"], pre, named)
+
+
+def _write_streams(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """qwen4exp's residual streams, its indexers, and the table of n-grams with the numbers of its hash."""
+    numbers = {
+        "hyper_connection.count": config["hc_count"],
+        "hyper_connection.low_rank": config["hc_lowrank"],
+        "attention.indexer.head_count": config["indexer_n_heads"],
+        "attention.indexer.key_length": config["indexer_head_dim"],
+        "attention.indexer.top_k": config["indexer_budget"],
+    }
+    ratio = config["indexer_compress_ratio"]
+    ratios = [0 if kind == "linear_attention" else ratio for kind in config["layer_types"]]
+    writer.add_array("qwen4exp.attention.compress_ratios", ratios)
+    layers = config["ple_layer_ids"]
+    if layers:
+        own = ngram_hashes(config)[0]
+        numbers |= {
+            "ple.ngram_size": own.tokens,
+            "ple.heads_per_ngram": own.heads_each,
+            "ple.conv_kernel": config["ple_conv_kernel_size"],
+            "ple.eos_token_id": own.end,
+            "embedding_length_per_layer_input": config["ple_embed_dim"] // len(own.sizes),
+        }
+        writer.add_array("qwen4exp.ple.layers", [layer - 1 for layer in layers])
+        writer.add_key_value("qwen4exp.ple.layer_multipliers", list(own.multipliers), ARRAY, UINT64)
+        writer.add_key_value("qwen4exp.ple.head_offsets", list(own.offsets), ARRAY, UINT64)
+        writer.add_key_value("qwen4exp.ple.head_vocab_sizes", list(own.sizes), ARRAY, UINT64)
+    for key, value in numbers.items():
+        writer.add_uint32(f"qwen4exp.{key}", value)
 
 
 def _write_latents(writer: GGUFWriter, config: dict[str, Any], layout: Layout) -> None:

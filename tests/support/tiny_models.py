@@ -320,7 +320,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "hc_count": 3,
         "hc_lowrank": 20,
         "output_gate_type": "sigmoid",
-        "ple_layer_ids": [1, 3],
+        "ple_layer_ids": [2],
         "ple_embed_dim": 24,
         "ple_conv_kernel_size": 3,
         "ngram_size": 3,

@@ -93,7 +93,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     if rope.get("rope_type", "default") != "default":
         config["rope_scaling"] = rope
     for key in ("bos_token_id", "eos_token_id"):
-        if isinstance(gguf.metadata.get(f"tokenizer.ggml.{key}"), int):
+        if key not in own and isinstance(gguf.metadata.get(f"tokenizer.ggml.{key}"), int):
             config[key] = gguf.metadata[f"tokenizer.ggml.{key}"]
     check_config(config, str(gguf.path))
     return config

@@ -120,7 +120,7 @@ def _usually_named(
         yield from _own_inputs(config["num_hidden_layers"] * own_input, own_input, hidden, vocabulary)
     for layer in range(config["num_hidden_layers"]):
         here, target = f"blk.{layer}.", f"model.layers.{layer}."
-        if decoder.norms != "after":
+        if decoder.norms not in ("after", "streams"):
             yield NamedTensor.whole(here + "attn_norm.weight", target + "input_layernorm.weight", (hidden,))
         mixed = not record.mixed_layers or config["layer_types"][layer] == record.mixed_layers
         alone = decoder.norms == "single" and config["layer_types"][layer] in NETWORKS
@@ -150,7 +150,9 @@ def _usually_named(
                 yield NamedTensor.whole(f"{here}{source}.weight", f"{target}{name}.weight", shape)
         if decoder.layer_scale:
             yield NamedTensor.whole(here + "layer_output_scale.weight", target + "layer_scalar", (1,))
-    yield NamedTensor.whole(record.final_norm, "model.norm.weight", (hidden,))
+    if decoder.norms != "streams":
+        yield NamedTensor.whole(record.final_norm, "model.norm.weight", (hidden,))
+    yield from record.further(gguf, config)
     if not config["tie_word_embeddings"]:
         yield NamedTensor.whole("output.weight", "lm_head.weight", (vocabulary, hidden))
 
@@ -171,7 +173,7 @@ def _norms(gguf: GgufFile, decoder: DecoderRecord, here: str) -> Iterator[tuple[
         newer = here + "post_attention_norm.weight" in gguf.tensors
         yield "post_attention_norm" if newer else "ffn_norm", "post_attention_layernorm"
         return
-    if decoder.norms in ("beside", "single"):
+    if decoder.norms in ("beside", "single", "streams"):
         return
     yield "post_attention_norm", "post_attention_layernorm"
     yield "post_ffw_norm", "post_feedforward_layernorm"

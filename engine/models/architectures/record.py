@@ -428,6 +428,7 @@ def switched(word: bool | str | Callable[[Config], bool], config: Config) -> boo
 # --- GGUF files -------------------------------------------------------------------------------------------------------
 
 Settings = Callable[[Metadata], dict[str, Any]]
+FurtherTensors = Callable[[GgufFile, Config], Iterator[NamedTensor]]
 MixerTensors = Callable[[GgufFile, Config, str, str], Iterator[NamedTensor]]
 """The tensors of what a layer has in place of attention, given the prefixes of its names in the file and in the
 checkpoint."""
@@ -455,6 +456,8 @@ class GgufRecord:
     yarn: Settings = lambda metadata: {}
     """Settings of yarn that not all have."""
     mixer: MixerTensors | None = None
+    further: FurtherTensors = lambda gguf, config: iter(())
+    """Tensors beside those that all have."""
     mixed_layers: str = ""
     """The layer type (``layer_types`` of the configuration) whose attention ``mixer`` stands for; empty: of all."""
     sliding_rope: Settings | None = None

@@ -106,11 +106,10 @@ def fill_trunk(
     Packed tensors stay where they lie (:mod:`engine.runtimes.torch.packed_modules`) or are unpacked. Raises ModelError
     naming the first tensor that is missing, unexpected, of the wrong shape or duplicate.
     """
-    map_tables(model, files, dtype)
+    filled = map_tables(model, files, dtype, device)
     expected: dict[str, torch.Tensor] = model.state_dict()
     kernels = kernels_for(device, dtype)
     keep_float32 = _keep_float32(model, dtype)
-    filled: set[str] = set()
     done, total = 0, files.trunk_bytes
     for stored_name, name, tensor in _renamed(model, files, expected):
         if name in filled:

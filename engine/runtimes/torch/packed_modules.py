@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from engine.models.architectures.families import completed
+from engine.models.architectures.ngrams import ngram_hashes
 from engine.models.formats.lookup_table import LookupTable, lookup_tables, misplaced, misshapen
 from engine.models.formats.model_files import Change, ModelFiles, StoredTensor
 from engine.models.formats.number_formats import is_packed
@@ -137,8 +139,9 @@ class MappedEmbedding(nn.Module):  # type: ignore[misc]
         return found.view(*ids.shape, self.table.shape[1])
 
 
-def map_tables(model: nn.Module, files: ModelFiles, dtype: torch.dtype) -> None:
-    """Replace the embeddings of the skeleton ``model`` that are tables of ``files``. Raises ModelError."""
+def map_tables(model: nn.Module, files: ModelFiles, dtype: torch.dtype, device: torch.device) -> set[str]:
+    """Replace the embeddings of the skeleton ``model`` that are tables of ``files``, and compute the numbers of their
+    hashes that the files leave out. Returns the names of these. Raises ModelError."""
     for name, table in lookup_tables(files).items():
         try:
             old: Any = model.get_submodule(name)
@@ -149,6 +152,24 @@ def map_tables(model: nn.Module, files: ModelFiles, dtype: torch.dtype) -> None:
             raise misshapen(name, table.shape, wanted)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, MappedEmbedding(table, dtype))
+    return _fill_hashes(model, files, device)
+
+
+def _fill_hashes(model: nn.Module, files: ModelFiles, device: torch.device) -> set[str]:
+    config, stored = completed(files.config), {name for name, _ in files.trunk()}
+    places = sorted(set(config.get("ple_layer_ids") or ()))
+    filled = set()
+    for place, own in zip(places, ngram_hashes(config) if places else (), strict=True):
+        prefix = f"model.layers.{place - 1}.ple.ple_embedding"
+        for name, numbers in (
+            ("layer_multipliers", own.multipliers),
+            ("ngram_heads_vocab_sizes", own.sizes),
+            ("ngram_heads_offsets", own.offsets),
+        ):
+            if f"{prefix}.{name}" not in stored:
+                model.get_submodule(prefix)._buffers[name] = torch.tensor(numbers, device=device)
+                filled.add(f"{prefix}.{name}")
+    return filled
 
 
 def numbers_kept_packed(model: Any) -> int:

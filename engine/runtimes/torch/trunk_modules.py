@@ -68,7 +68,7 @@ def _fused(norm: Any) -> FusedNorm | None:
 # --- projections of the same input that files have in two tensors ----------------------------------------------------
 
 
-_QUERIES, _GATES = ".in_proj_qkvz.qkv.weight", ".input_linear.gate.weight"
+_QUERIES, _GATES, _CHOOSING = ".in_proj_qkvz.qkv.weight", ".input_linear.gate.weight", ".index_qk_proj.q.weight"
 
 
 class JoinedProjection(nn.Module):  # type: ignore[misc]
@@ -88,8 +88,8 @@ class JoinedProjection(nn.Module):  # type: ignore[misc]
 
 
 def expect_two_projections(model: nn.Module, names: Iterable[str]) -> None:
-    """Make room for both tensors in every delta-net (Qwen3-Next) and network (Granite 4) of the skeleton ``model`` that
-    has them in ``names``, the stored tensors' names."""
+    """Make room for both tensors in every delta-net (Qwen3-Next), network (Granite 4) and indexer (Qwen3.8-Flash-Next)
+    of the skeleton ``model`` that has them in ``names``, the stored tensors' names."""
     for name in names:
         if name.endswith(_QUERIES):
             net: Any = model.get_submodule(name.removesuffix(_QUERIES))
@@ -99,6 +99,10 @@ def expect_two_projections(model: nn.Module, names: Iterable[str]) -> None:
             network: Any = model.get_submodule(name.removesuffix(_GATES))
             half = network.input_linear.out_features // 2
             network.input_linear = JoinedProjection(network.input_linear, {"gate": half, "up": half})
+        elif name.endswith(_CHOOSING):
+            indexer: Any = model.get_submodule(name.removesuffix(_CHOOSING))
+            rows = {"q": indexer.index_n_heads * indexer.index_head_dim, "k": indexer.index_head_dim}
+            indexer.index_qk_proj = JoinedProjection(indexer.index_qk_proj, rows)
 
 
 def _by_key_head(net: Any) -> torch.Tensor:

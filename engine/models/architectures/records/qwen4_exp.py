@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import damaged, shown
+from engine.models.architectures import gguf_delta_net, gguf_streams
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.layer_rules import full_at_intervals
 from engine.models.architectures.parts import QWEN
@@ -14,6 +15,7 @@ from engine.models.architectures.record import (
     DecoderRecord,
     DeltaSizes,
     Family,
+    GgufRecord,
     LexicalSizes,
     MoeRecord,
     RouterRecord,
@@ -127,6 +129,16 @@ FAMILIES = (
         ),
         unused=("mtp.",),
         tables=(".ngram_embedding.",),
+        gguf=GgufRecord(
+            "qwen4exp",
+            "Qwen4ExpForCausalLM",
+            settings=gguf_streams.settings,
+            own_heads=True,
+            mixer=gguf_delta_net.layer_shapes,
+            mixed_layers="linear_attention",
+            further=gguf_streams.tensors,
+            changes=gguf_streams.changes,
+        ),
         tokenizer_class="Qwen3_5Tokenizer",
         tokenizer_overridden=("qwen4_exp",),
     ),

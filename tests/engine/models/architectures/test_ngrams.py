@@ -15,15 +15,17 @@ from engine.models.architectures.ngrams import NgramHash, ngram_hashes
 from tests.support.tiny_models import tiny_config
 
 END = 2
+TWO = {"ple_layer_ids": [1, 3]}
+"""Layers with tables, counted from 1."""
 
 
 def settings(**others: Any) -> dict[str, Any]:
-    return dict(completed(tiny_config("qwen4_exp_text", **others).to_dict()))
+    return dict(completed(tiny_config("qwen4_exp_text", **(TWO | others)).to_dict()))
 
 
 def library(place: int, **others: Any) -> Any:
     """transformers' embedding of the table number ``place``; its table gives each row's own number."""
-    config = tiny_config("qwen4_exp_text", **others)
+    config = tiny_config("qwen4_exp_text", **(TWO | others))
     with torch.device("meta"):
         module = Qwen4ExpTextNGramEmbedding(config, config.ple_embed_dim, config.ple_layer_ids[place] - 1, place)
     return module

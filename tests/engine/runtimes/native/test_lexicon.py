@@ -22,6 +22,8 @@ pytestmark = needs_kernels
 
 TABLE = "model.layers.0.ple.ple_embedding."
 END = 2
+TWO = {"ple_layer_ids": [1, 3]}
+"""Layers with tables, counted from 1."""
 
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -32,7 +34,7 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 
 
 def test_a_text_that_ends_within_is_read_as_by_the_library(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "model", "qwen4_exp_text")
+    folder = write_tiny_model(tmp_path / "model", "qwen4_exp_text", **TWO)
     tokens = prompt_of(30)
     for place in (4, 11, 12, 29):
         tokens[place] = END
@@ -53,7 +55,7 @@ def test_only_rows_of_the_tokens_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         return rows_of(self, ids)
 
     monkeypatch.setattr(lookup_table.LookupTable, "rows_of", counted)
-    model = load_native(write_tiny_model(tmp_path / "model", "qwen4_exp_text"))
+    model = load_native(write_tiny_model(tmp_path / "model", "qwen4_exp_text", **TWO))
     assert read == []
     rows = model.start()
     rows.extend(prompt_of(7))
@@ -62,7 +64,7 @@ def test_only_rows_of_the_tokens_are_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_branches_of_a_text_have_their_own_last_tokens(tmp_path: Path) -> None:
-    model = load_native(write_tiny_model(tmp_path / "model", "qwen4_exp_text"))
+    model = load_native(write_tiny_model(tmp_path / "model", "qwen4_exp_text", **TWO))
     tokens = prompt_of(9)
     rows = model.start()
     rows.extend(tokens)
@@ -95,13 +97,13 @@ def test_tables_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ("moved", moved, "layers.1.ple.ple_embedding.ngram_embedding has no place"),
         ("other", other, "layer_multipliers has other numbers"),
     ):
-        folder = changed(write_tiny_model(tmp_path / name, "qwen4_exp_text"), change)
+        folder = changed(write_tiny_model(tmp_path / name, "qwen4_exp_text", **TWO), change)
         with pytest.raises(ModelError, match=said):
             load_native(folder)
 
 
 def test_a_checkpoint_may_leave_out_the_numbers_of_the_hash(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "model", "qwen4_exp_text")
+    folder = write_tiny_model(tmp_path / "model", "qwen4_exp_text", **TWO)
     tokens = prompt_of(12)
     wanted = fresh(load_native(folder), tokens)
 

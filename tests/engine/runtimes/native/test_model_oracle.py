@@ -238,7 +238,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "hc_count": 2,
             "hc_lowrank": 60,
-            "ple_layer_ids": [2],
+            "ple_layer_ids": [1, 3],
             "ngram_size": 2,
             "heads_per_ngram": 3,
             "ple_conv_kernel_size": 4,
