@@ -72,9 +72,10 @@ def test_the_language_model_of_qwen_4_runs_with_tables_in_their_files(tmp_path: 
     folder = write_composite(tmp_path / "whole", alone, "qwen4_exp")
     tokens = prompt_of(40)
     answer, theirs = library_run(alone, tokens, chunks=1)
-    model = load(folder, dtype="float32")
-    assert model.facts.family == "qwen4_exp_text"
-    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+    for loader in (load, load_native):
+        model = loader(folder, dtype="float32")
+        assert model.facts.family == "qwen4_exp_text"
+        assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
 
 
 @needs_kernels
