@@ -18,8 +18,9 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import random_values
-from engine.models.architectures.families import renamed
+from engine.models.architectures.families import FAMILIES, renamed
 from engine.models.architectures.gguf_architectures import llama3_divisors
+from engine.models.architectures.record import renamed as renamed_name
 from tests.support.tiny_gguf_metadata import DELTA_NETS, KIMI_DELTAS, NEMOTRONS, Layout, write_metadata
 
 Floats = NDArray[np.float32]
@@ -76,6 +77,7 @@ ARCHITECTURES = {
     "nemotron_h_dense": "nemotron_h",
     "nemotron_h_latents": "nemotron_h_moe",
     "kimi_linear": "kimi-linear",
+    "bailing_hybrid": "bailingmoe3",
     "gemma2": "gemma2",
     "afmoe": "afmoe",
     "mimo_v2_flash": "mimo2",
@@ -252,6 +254,11 @@ def _names_of(architecture: str) -> Any:
 
 def gguf_name(name: str, architecture: str = "") -> str:
     """The name of a Hugging Face tensor in a GGUF; those of experts are not asked for."""
+    if architecture == "bailingmoe3":  # which the gguf package does not know yet
+        usual = renamed_name(name, dict(FAMILIES["bailing_hybrid"].stored_names)).replace(".f_proj.", ".f_a_proj.")
+        if usual.endswith(".self_attn.g_proj.weight"):
+            return f"blk.{usual.split('.')[2]}.attn_gate.weight"
+        return gguf_name(usual, "kimi-linear")
     if architecture in BY_GGUF:
         for ours, theirs in _UNKNOWN_TO_GGUF.items():
             if name.endswith(ours):
@@ -291,7 +298,8 @@ def unrotated(weight: Floats, heads: int) -> Floats:
 def stored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
     """As llama.cpp stores a tensor of an architecture with convolutions."""
     if architecture in KIMI_DELTAS:
-        return -np.exp(values).reshape(-1, 1) if name.endswith("A_log") else values
+        sign = np.float32(-1 if architecture == "kimi-linear" else 1)
+        return sign * np.exp(values).reshape(-1, 1) if name.endswith("A_log") else values
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         values = values[:, 0]
     if architecture in MAMBAS:
@@ -306,8 +314,9 @@ def restored(name: str, values: Floats, config: dict[str, Any], architecture: st
     if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return values - np.float32(1)
     if architecture in KIMI_DELTAS:
-        logarithms = (1, 1, -1, 1) if architecture == "kimi-linear" else (-1,)
-        return np.log(-values).reshape(logarithms) if name.endswith("A_log") else values
+        if not name.endswith("A_log"):
+            return values
+        return np.log(-values).reshape(1, 1, -1, 1) if architecture == "kimi-linear" else np.log(values).reshape(-1)
     if architecture in MAMBAS and name.endswith(("A_log", ".D", "mamba.norm.weight", "mixer.norm.weight")):
         return np.log(-values).reshape(-1) if name.endswith("A_log") else values.reshape(-1)
     if architecture in DELTA_NETS:
@@ -433,6 +442,8 @@ def write_tiny_gguf(
         if name.endswith("index_qk_proj.weight"):
             true[name] = _split_choosing(known, values, config, written, pack)
             continue
+        if architecture == "bailingmoe3" and len(values) > config["num_attention_heads"]:
+            known = known.replace("attn_gate", "ssm_g_a")
         if name.endswith("kv_b_proj.weight") and layout != "separate":
             true[name] = _split_latents(known, values, config, written, pack)
             continue
@@ -782,10 +793,13 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["head_dim"]
         sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
         sizes |= {"q_lora_rank": None if family == "deepseek_v2" else 256}
-    if family == "kimi_linear":
-        del sizes["head_dim"], sizes["num_hidden_layers"]
+    if family in ("kimi_linear", "bailing_hybrid"):
+        del sizes["num_hidden_layers"]
+        sizes["head_dim"] = 256
         sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
-        sizes |= {"linear_num_heads": 8, "linear_head_dim": 256, "moe_intermediate_size": 256}
+        sizes["moe_intermediate_size"] = 256
+    if family == "kimi_linear":
+        sizes |= {"linear_num_heads": 8, "linear_head_dim": 256}
     if family == "qwen3_next":
         del sizes["num_hidden_layers"]
         sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}

@@ -15,7 +15,7 @@ Layout = Literal["stacked", "fused", "separate"]
 
 DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next", "qwen4exp")
 """Architectures whose layers are mostly gated delta-nets."""
-KIMI_DELTAS = ("kimi-linear",)
+KIMI_DELTAS = ("kimi-linear", "bailingmoe3")
 """Architectures with delta-nets whose keys decay each by itself, and attention over latents."""
 NEMOTRONS = ("nemotron_h_moe", "nemotron_h")
 """Architectures whose layers have one part each; the second has no experts."""
@@ -69,6 +69,9 @@ def write_metadata(
         writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_kda_head_dim(config["linear_head_dim"])
+        if architecture == "bailingmoe3":
+            writer.add_bool("bailingmoe3.kda.safe_gate", config["kda_safe_gate"])
+            writer.add_float32("bailingmoe3.kda.gate_lower_bound", config["kda_lower_bound"])
     else:
         writer.add_head_count_kv(heads)
     if "layer_norm_eps" in config:

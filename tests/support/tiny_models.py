@@ -49,6 +49,7 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "nemotron_h",
     "nemotron_h_latents",
     "kimi_linear",
+    "bailing_hybrid",
     "afmoe",
     "granitemoe_swa",
     "laguna",
@@ -566,6 +567,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_heads": 6,
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     },
+    "bailing_hybrid": {
+        **_KIMI_DELTA,
+        "head_dim": 20,
+        "layer_group_size": 2,
+        "short_conv_kernel_size": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_mtp_layers": 0,
+    },
     "lfm2": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
@@ -615,7 +626,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "floor_scale": 16,
     },
 }
-_PUBLISHED = {"kimi_linear": (r"\.block_sparse_moe\.(gate|up|down)_proj", r".mlp.\1_proj")}
+_PUBLISHED = {
+    "kimi_linear": (r"\.block_sparse_moe\.(gate|up|down)_proj", r".mlp.\1_proj"),
+    "bailing_hybrid": (r"(layers\.[02])\.attention\.dense", r"\1.attention.o_proj"),
+}
 """Names of tensors, as transformers saves them, that are others in published files, and those."""
 _DBRX_NAMES = {
     "hidden_size": "d_model",

@@ -120,7 +120,7 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         _number,
         "attention_multiplier embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor clip_qkv "
-        "route_scale moe_routed_scaling_factor moe_router_logit_softcapping "
+        "route_scale moe_routed_scaling_factor moe_router_logit_softcapping kda_lower_bound "
         "swiglu_alpha swiglu_limit mscale mscale_all_dim attn_scale floor_scale attention_dropout initializer_range "
         "router_scaling_factor router_jitter_noise input_jitter_noise",
     ),
@@ -148,7 +148,8 @@ _RULES: dict[str, _Rule] = {
         _flag,
         "tie_word_embeddings attention_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window rope_interleave "
         "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding attention_k_eq_v mamba_conv_bias "
-        "mamba_proj_bias use_conv_bias use_bias enable_moe_block mup_enabled use_double_wide_mlp truncate",
+        "mamba_proj_bias use_conv_bias use_bias enable_moe_block mup_enabled use_double_wide_mlp truncate "
+        "kda_safe_gate",
     ),
     **_rules(
         _table,

@@ -158,7 +158,7 @@ def next_changes(config: Mapping[str, Any]) -> dict[str, Change]:
         if kind == "full_attention":
             changes |= {f"{prefix}self_attn.{norm}.weight": less_one for norm in ("q_norm", "k_norm")}
         else:
-            changes[prefix + "linear_attn.A_log"] = Change(log_of_negative=True)
+            changes[prefix + "linear_attn.A_log"] = Change(log_of=-1)
     return changes
 
 
@@ -180,7 +180,7 @@ def changes(config: Mapping[str, Any]) -> dict[str, Change]:
             linear + "in_proj_a.weight": Change(rows=heads),
             linear + "in_proj_b.weight": Change(rows=heads),
             linear + "dt_bias": Change(rows=heads),
-            linear + "A_log": Change(rows=heads, log_of_negative=True),
+            linear + "A_log": Change(rows=heads, log_of=-1),
             linear + "out_proj.weight": Change(columns=values),
         }
     return result

@@ -69,5 +69,5 @@ def _decays_and_gates(
 def changes(config: Mapping[str, Any]) -> dict[str, Change]:
     """What undoes llama.cpp's storage, by the checkpoint's name of the tensor."""
     kinds = enumerate(config["layer_types"])
-    logarithm = Change(log_of_negative=True)
+    logarithm = Change(log_of=1 if config.get("kda_safe_gate") else -1)
     return {f"model.layers.{layer}.self_attn.A_log": logarithm for layer, kind in kinds if kind == "linear_attention"}

@@ -55,6 +55,6 @@ def tensors(sizes_of: Callable[[Config], MambaSizes]) -> MixerTensors:
 
 def changes(config: Mapping[str, Any], module: str = "mamba") -> dict[str, Change]:
     """What undoes llama.cpp's storage, by the checkpoint's name of the tensor."""
-    logarithm = Change(log_of_negative=True)
+    logarithm = Change(log_of=-1)
     kinds = enumerate(config["layer_types"])
     return {f"model.layers.{layer}.{module}.A_log": logarithm for layer, kind in kinds if kind == "linear_attention"}

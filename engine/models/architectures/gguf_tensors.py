@@ -128,6 +128,7 @@ def _usually_named(
             yield from record.mixer(gguf, config, here, target)
         elif decoder.latents:
             yield from gguf_latent.attention_shapes(gguf, config, here, target)
+            yield from _head_gate(decoder, config, here, target + "self_attn.", config["v_head_dim"])
         elif not alone:
             yield from _attention(gguf, decoder, config, layer)
         for source, name in _norms(gguf, decoder, here):
@@ -207,13 +208,22 @@ def _attention(gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any]
                 shape = (width if decoder.head_norm == "whole" else size,)
                 yield NamedTensor.whole(f"{here}attn_{short}_norm.weight", f"{attention}{short}_norm.weight", shape)
     yield NamedTensor.whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, gathered))
-    if decoder.head_gate is not None:
-        shape = (own["num_attention_heads"] if decoder.head_gate.whole(config) else gathered, hidden)
-        yield NamedTensor.whole(here + "attn_gate.weight", f"{attention}{decoder.head_gate.name}.weight", shape)
+    yield from _head_gate(decoder, own, here, attention, width)
     if switched(decoder.output_bias, config):
         yield NamedTensor.whole(here + "attn_output.bias", attention + "o_proj.bias", (hidden,))
     if decoder.sinks(config, kind):
         yield NamedTensor.whole(here + "attn_sinks.weight", attention + "sinks", (own["num_attention_heads"],))
+
+
+def _head_gate(
+    decoder: DecoderRecord, config: Mapping[str, Any], here: str, attention: str, width: int
+) -> Iterator[NamedTensor]:
+    """What scales the results of heads, which are ``width`` wide."""
+    if decoder.head_gate is None:
+        return
+    each = 1 if decoder.head_gate.whole(config) else width
+    shape = (config["num_attention_heads"] * each, config["hidden_size"])
+    yield NamedTensor.whole(here + "attn_gate.weight", f"{attention}{decoder.head_gate.name}.weight", shape)
 
 
 def _feed_forward(

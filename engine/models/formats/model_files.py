@@ -55,12 +55,12 @@ class StoredTensor:
 @dataclass(frozen=True, eq=False)
 class Change:
     """What makes a stored tensor the checkpoint's: its rows and columns are taken in these orders, then ``subtracted``
-    is taken away, or the logarithm of the negative is taken."""
+    is taken away, or the logarithm of the values times ``log_of`` is taken, which is then 1 or -1."""
 
     rows: Order | None = None
     columns: Order | None = None
     subtracted: float = 0.0
-    log_of_negative: bool = False
+    log_of: int = 0
 
     def in_rows(self, tensor: StoredTensor) -> StoredTensor:
         """``tensor`` with its rows in order, a copy, whatever its format."""

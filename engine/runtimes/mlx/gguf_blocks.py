@@ -62,7 +62,7 @@ def laid_out(tensor: StoredTensor, dtype: Any, change: Change | None = None) -> 
         return None
     order = None
     if change is not None:
-        if change.subtracted or change.log_of_negative:
+        if change.subtracted or change.log_of:
             return None
         if change.columns is not None:
             order = _order_of_groups(change.columns)
@@ -120,7 +120,7 @@ def changed_values(values: Any, change: Change | None) -> Any:
         values = values[..., change.columns]
     if change.subtracted:
         values = values - np.float32(change.subtracted)
-    return np.log(-values) if change.log_of_negative else values
+    return np.log(change.log_of * values) if change.log_of else values
 
 
 def _order_of_groups(columns: Order) -> Order | None:

@@ -59,7 +59,7 @@ def plain_array(tensor: StoredTensor, dtype: Any, change: Change | None = None) 
     kind = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}[tensor.dtype]
     ordered = tensor if change is None else change.in_rows(tensor)
     array = mx.array(np.asarray(ordered.words, order="C")).view(kind)
-    if change is not None and (change.columns is not None or change.subtracted or change.log_of_negative):
+    if change is not None and (change.columns is not None or change.subtracted or change.log_of):
         array = mx.array(changed_values(np.array(array.astype(mx.float32)), change))
     return array.astype(dtype)
 

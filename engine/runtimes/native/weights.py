@@ -604,7 +604,9 @@ class TrunkWeights:
         # Kimi's files have further dimensions of one.
         decays = to_float32(tensors.take([name], (1, 1, heads, 1) if delta.rank else (heads,))).reshape(-1)
         stored = self._changes.get(name, Change())
-        if not stored.log_of_negative:  # in float64, as numpy's float32 routines differ by CPU
+        if stored.log_of:
+            decays = decays * np.float32(-stored.log_of)
+        else:  # in float64, as numpy's float32 routines differ by CPU
             decays = -np.exp(decays.astype(np.float64)).astype(np.float32)
         filled.decay_scale = tensors.keep(decays)
         filled.decay_bias = tensors.vector(prefix + "dt_bias", keys if delta.wide_decays else heads)

@@ -70,6 +70,7 @@ FAMILIES = (
     "nemotron_h_dense",
     "nemotron_h_latents",
     "kimi_linear",
+    "bailing_hybrid",
     "gemma2",
     "afmoe",
     "granite_swa",

@@ -70,7 +70,7 @@ REGULAR = ["linear_attention", "linear_attention", "linear_attention", "full_att
 NOT_ON_MLX = (
     *("minimax", "llama4_text", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe"),
     *("hy_v3", "flex_olmo", "granitemoeshared", "granite_swa", "granitemoe_swa", "laguna", "cohere2_moe"),
-    *("nemotron_h", "nemotron_h_dense", "nemotron_h_latents", "qwen4_exp_text"),
+    *("nemotron_h", "nemotron_h_dense", "nemotron_h_latents", "qwen4_exp_text", "bailing_hybrid"),
 )
 
 NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,), prepared_only=PREPARED_ONLY)

@@ -231,9 +231,13 @@ static int latent_layer(walk *w, int64_t index, int last) {
     const pllm_latent *latent = layer->latent;
     const int prompt = job->pass->tokens > 1, wanted = !last || job->pass->logits != NULL;
     const int ranked = trunk->latent_rank > 0;
-    const pllm_matrix *matrices[] = {&latent->down, ranked ? &latent->query_down : &latent->query, &layer->gate};
-    float *results[] = {job->latent_rows, job->latent_rows + trunk->kinds[0].width, job->latent_rows + job->latent_gates};
-    pllm_project_each(w, w->normed, matrices, results, !wanted ? 1 : layer->gate.data ? 3 : 2, job->latent_stride);
+    const pllm_matrix *matrices[] = {&latent->down, ranked ? &latent->query_down : &latent->query}, *gate = &layer->gate;
+    float *results[] = {job->latent_rows, job->latent_rows + trunk->kinds[0].width}, *gates = job->qkv + job->shapes->gates;
+    pllm_project_each(w, w->normed, matrices, results, wanted ? 2 : 1, job->latent_stride);
+    if (wanted && gate->data) {
+        pllm_fill_input(w, w->normed, gate);
+        pllm_project_share(w, &gate, &gates, 1, job->projected);
+    }
     barrier(w);
     if (!w->few || w->thread == 0) pllm_latent_keys(job, index, share_start(w), share_end(w), w->own.rotated);
     if (wanted && ranked) {
@@ -250,7 +254,7 @@ static int latent_layer(walk *w, int64_t index, int last) {
     if (prompt && last) keep_last(w);
     const float *joined = gathered(w, index, last, job->qkv + first * job->projected, first, 1);
     if (!w->few) barrier(w);
-    pllm_latent_values(job, &w->own, index, joined, first, w->rows);
+    pllm_latent_values(job, &w->own, index, joined, w->rows);
     barrier(w);
     pllm_fill_input(w, job->latent_values, &layer->output);
     pllm_project(w, &layer->output, job->out, trunk->hidden);

@@ -88,7 +88,7 @@ typedef struct trunk_job {
     float *latent_rank;    /* [positions, latent_rank]: those of query_down, normed */
     float *latent_queries; /* [positions, heads * (plain + rotated)]; without query_down they are in latent_rows */
     float *latent_values;  /* [positions, heads * value width] */
-    int64_t latent_stride, latent_gates; /* columns of latent_rows, and that from which on they are gates of heads */
+    int64_t latent_stride;
     int32_t *indices, *zeros;
     void *input, *experts;
     float *part_maximum, *part_total, *part_sum; /* [key/value head][chunk][row * group + i]([value_width]) */
@@ -185,10 +185,9 @@ void pllm_latent_keys(const trunk_job *job, int64_t layer, int64_t first, int64_
 /* Queries of `count` positions from `first` on, multiplied by their heads' matrices for keys and ready for attention.
    Takes heads with pllm_pool_next. */
 void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int64_t count);
-/* The heads' values of `rows` positions from `first` on, from what attention has gathered to job->latent_values, scaled by
-   the heads' gates if there are any. Takes heads with pllm_pool_next. */
-void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t first,
-                        int64_t rows);
+/* The heads' values of `rows` rows, from what attention has gathered to job->latent_values. Takes heads with
+   pllm_pool_next. */
+void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t rows);
 
 /* A thread's share of the numbers of a short convolution: from job->qkv [positions, projected] (the three parts) to
    job->attended [positions, hidden]. */

@@ -2,7 +2,6 @@
 
 #include "trunk_attention.h"
 
-#include <math.h>
 #include <string.h>
 
 static int64_t latents(const pllm_trunk *trunk) { return trunk->kinds[0].width - trunk->kinds[0].rotated; }
@@ -77,21 +76,12 @@ void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t laye
     }
 }
 
-void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t first,
-                        int64_t rows) {
+void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t rows) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_latent *latent = trunk->layers[layer].latent;
     const head_shape *shape = job->shapes;
     const int64_t each = trunk->latent_values;
-    for (int64_t head; (head = pllm_pool_next(job->pool)) < trunk->heads;) {
-        float *values = job->latent_values + head * each;
-        multiply(job, own, latent->values + head, joined + head * shape->width + shape->rotated, shape->joined, rows, values,
-                 trunk->heads * each);
-        if (!trunk->layers[layer].gate.data) continue;
-        const float *gate = job->latent_rows + first * job->latent_stride + job->latent_gates + head;
-        for (int64_t row = 0; row < rows; row++, gate += job->latent_stride) {
-            const float scale = 1.0F / (1.0F + expf(-*gate));
-            for (int64_t d = 0; d < each; d++) values[row * trunk->heads * each + d] *= scale;
-        }
-    }
+    for (int64_t head; (head = pllm_pool_next(job->pool)) < trunk->heads;)
+        multiply(job, own, latent->values + head, joined + head * shape->width + shape->rotated, shape->joined, rows,
+                 job->latent_values + head * each, trunk->heads * each);
 }

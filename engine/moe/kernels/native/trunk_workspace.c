@@ -250,8 +250,7 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     job->experts = take(&at, 1, shared);
     if (trunk->latent_values) {
         const int64_t queries = trunk->heads * (trunk->latent_plain + trunk->kinds[0].rotated);
-        job->latent_gates = trunk->kinds[0].width + (trunk->latent_rank ? trunk->latent_rank : queries);
-        job->latent_stride = job->latent_gates + most_gates(trunk);
+        job->latent_stride = trunk->kinds[0].width + (trunk->latent_rank ? trunk->latent_rank : queries);
         job->latent_rows = take(&at, positions * job->latent_stride, 4);
         job->latent_rank = take(&at, many * trunk->latent_rank, 4);
         job->latent_queries = take(&at, trunk->latent_rank ? positions * queries : 0, 4);

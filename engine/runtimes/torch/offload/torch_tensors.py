@@ -95,7 +95,7 @@ def _changed(device: torch.device, stored: StoredTensor, change: Change) -> torc
         values = values[:, torch.from_numpy(change.columns).to(device)]
     if change.subtracted:
         values = values - change.subtracted
-    return (-values).log() if change.log_of_negative else values
+    return (change.log_of * values).log() if change.log_of else values
 
 
 # --- which matrix kernel runs ----------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_kinds_of_layers_are_those_of_transformers(family: Family) -> None:
     assert layer_kinds({"model_type": family.model_type, "num_hidden_layers": len(kinds)}) == kinds
 
 
-NEWER_THAN_GGUF = ("hy_v3", "qwen4exp")
+NEWER_THAN_GGUF = ("hy_v3", "qwen4exp", "bailingmoe3")
 """Architectures that llama.cpp has, and not yet the gguf package that is installed here."""
 
 
@@ -224,6 +224,22 @@ def test_published_settings_of_kimi_linear_are_those_of_transformers() -> None:
 def test_layers_that_kimi_linear_does_not_name_once_are_a_sentence(linear: list[int]) -> None:
     with pytest.raises(ModelError, match="do not name every layer, from 1 on, exactly once"):
         renamed({**KIMI, "linear_attn_config": {"full_attn_layers": [4, 7], "kda_layers": linear}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"expert_swiglu_limit_list": [0, 0, 7.0]}, "experts of this model have limits"),
+        ({"share_expert_swiglu_limit_list": [5.0]}, "experts of this model have limits"),
+        ({"linear_attention": "lightning"}, "Ling 2.5 has another kind of layers"),
+        ({"group_norm_size": 4}, "Ling 2.5 has another kind of layers"),
+    ],
+)
+def test_what_transformers_ignores_of_ling_is_refused(settings: dict[str, Any], problem: str) -> None:
+    config = {"model_type": "bailing_hybrid", "num_experts_per_token": 3, "expert_swiglu_limit_list": [0, 0.0]}
+    assert renamed(dict(config))["num_experts_per_tok"] == 3
+    with pytest.raises(ModelError, match=problem):
+        renamed(config | settings)
 
 
 def test_every_file_of_records_is_found_and_no_family_is_there_twice() -> None:

@@ -34,7 +34,16 @@ def test_headers_tell_what_the_loaded_model_tells(tiny_model: Callable[..., Path
         assert sizes.trunk_bytes == pytest.approx(facts.trunk_bytes, rel=0.02)
         assert sizes.key_value_bytes_per_token == facts.key_value_bytes_per_token
         assert sizes.state_bytes == facts.state_bytes
-        with_states = ("qwen3_5", "qwen3_next", "qwen4_exp", "lfm2", "granitemoehybrid", "nemotron_h", "kimi")
+        with_states = (
+            "qwen3_5",
+            "qwen3_next",
+            "qwen4_exp",
+            "lfm2",
+            "granitemoehybrid",
+            "nemotron_h",
+            "kimi",
+            "bailing_hybrid",
+        )
         assert (sizes.state_bytes > 0) == family.startswith(with_states)
         model.close()
 

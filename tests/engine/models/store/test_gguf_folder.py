@@ -70,7 +70,7 @@ def changed(tensor: StoredTensor, change: Change | None) -> Floats:
     values = plain_values(change.in_rows(tensor))
     values = values if change.columns is None else values[:, change.columns]
     values = values - np.float32(change.subtracted)
-    return np.log(-values) if change.log_of_negative else values
+    return np.log(change.log_of * values) if change.log_of else values
 
 
 def by_key_head(config: dict[str, Any]) -> Order:

@@ -104,7 +104,7 @@ def test_rows_and_whole_groups_of_columns_are_brought_into_order(number_format: 
         Change(columns=np.roll(np.arange(COLUMNS), 16)),
         Change(columns=np.arange(COLUMNS)[::-1].copy()),
         Change(subtracted=1.0),
-        Change(log_of_negative=True),
+        Change(log_of=-1),
     ],
 )
 def test_what_would_need_another_rounding_is_not_laid_out(change: Change) -> None:

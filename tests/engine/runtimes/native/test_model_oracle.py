@@ -423,6 +423,7 @@ def test_latents_on_every_instruction_set(
         "granitemoehybrid",
         "nemotron_h",
         "kimi_linear",
+        "bailing_hybrid",
         "gemma2",
         "laguna",
     ],
