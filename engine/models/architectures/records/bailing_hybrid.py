@@ -43,7 +43,8 @@ def _sizes(config: Config) -> DeltaSizes:
     least = float(config["kda_lower_bound"]) if config["kda_safe_gate"] else 0.0
     if config["kda_safe_gate"] and least >= 0:
         raise damaged(f"config.json gives {shown(least)} for kda_lower_bound, which must be a number below 0")
-    return DeltaSizes(heads, heads, width, width, taps, wide_decays=True, least_decay=least)
+    options: dict[str, Any] = {"wide_decays": True, "sigmoid_gates": True, "least_decay": least}
+    return DeltaSizes(heads, heads, width, width, taps, **options)
 
 
 def _kind(config: Config, layer: int) -> str:
