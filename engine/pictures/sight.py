@@ -242,5 +242,20 @@ _GEMMA = Tower(
     _gemma,
     _gemma_scaled,
 )
-TOWERS: Mapping[str, Tower] = {"qwen3_5": _QWEN, "qwen3_5_moe": _QWEN, "gemma4": _GEMMA}
+_UNIFIED = Tower(
+    (
+        ("model.vision_embedder.", ""),
+        ("model.embed_vision.", "multimodal_embedder."),
+        ("vision_embedder.", ""),
+        ("embed_vision.", "multimodal_embedder."),
+    ),
+    _gemma,
+    _gemma_scaled,
+)
+TOWERS: Mapping[str, Tower] = {
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "gemma4": _GEMMA,
+    "gemma4_unified": _UNIFIED,
+}
 """The families that see, by ``model_type`` of the whole model."""

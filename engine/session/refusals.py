@@ -63,7 +63,7 @@ def way_to_see(facts: ModelFacts, *, in_ring: bool) -> str:
     """What to do so that pictures are seen, for the model of ``facts`` that sees none."""
     whole = FAMILIES[facts.family].whole if facts.family in FAMILIES else ""
     if whole not in TOWERS:
-        return "load a model that sees: Qwen 3.5, Qwen 3.6 or a Gemma 4 but its 12B"
+        return "load a model that sees: Qwen 3.5, Qwen 3.6 or Gemma 4"
     if in_ring:
         return "load it on this machine alone, as a ring shows it none"
     return (

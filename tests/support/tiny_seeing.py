@@ -38,17 +38,25 @@ _GEMMA_VISION: dict[str, Any] = {
     "position_embedding_size": 256,
     "standardize": True,
 }
+_UNIFIED_VISION: dict[str, Any] = {
+    "patch_size": 4,
+    "pooling_kernel_size": 3,
+    "mm_embed_dim": 40,
+    "mm_posemb_size": 80,
+    "output_proj_dims": 40,
+}
 _BOTH_WAYS = {"use_bidirectional_attention": "vision"}
 _KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5", "qwen3_5_text", _QWEN_VISION, {}),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", _QWEN_VISION, {}),
     "gemma4": ("gemma4", "gemma4_text", _GEMMA_VISION, _BOTH_WAYS),
     "gemma4_dense": ("gemma4", "gemma4_dense", _GEMMA_VISION, _BOTH_WAYS),
+    "gemma4_unified": ("gemma4_unified", "gemma4_unified_text", _UNIFIED_VISION, _BOTH_WAYS),
     "gemma4_e2b": ("gemma4", "gemma4_e2b", _GEMMA_VISION | {"use_clipped_linears": True}, {}),
 }
 TINY_SEEING = tuple(_KINDS)
-"""The tiny models: Qwen 3.5 dense and with experts; Gemma 4 with experts and dense, whose pictures' tokens see each
-other, and E2B, whose do not."""
+"""The tiny models: Qwen 3.5 dense and with experts; Gemma 4 with experts, dense and 12B, whose pictures' tokens see
+each other, and E2B, whose do not."""
 
 
 def write_tiny_seeing(
@@ -81,7 +89,7 @@ def write_tiny_seeing(
     model.to(getattr(torch, dtype))
     model.save_pretrained(folder)
     processor: dict[str, Any] = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
-    if whole == "gemma4":
+    if whole.startswith("gemma4"):
         processor = {"max_soft_tokens": 70}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder

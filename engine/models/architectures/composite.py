@@ -29,7 +29,8 @@ _OTHERS = tuple(
     prefix + part
     for prefix in ("", "model.")
     for part in (
-        *("visual.", "vision_tower.", "vision_model.", "embed_vision.", "audio_tower.", "embed_audio."),
+        *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "audio_tower."),
+        "embed_audio.",
         "multi_modal_projector.",
     )
 )

@@ -38,7 +38,7 @@ class VisionTower:
         """Raises ModelError if the configuration or the weights in ``folder`` are damaged."""
         self._device = torch.device(device)
         config = _config(tower_folder(folder))
-        build, self._look = _QWEN if sight.family.startswith("qwen") else _GEMMA
+        build, self._look = _KINDS[sight.family]
         self._sight = sight
         self._vision = config.vision_config
         try:
@@ -128,9 +128,9 @@ def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The layers that take the time: the longest list of them."""
+    """The layers that take the time: the longest list of them; none if there are no lists."""
     lists: list[list[nn.Module]] = [[*each] for each in module.modules() if isinstance(each, nn.ModuleList)]
-    return max(lists, key=len)
+    return max(lists, key=len, default=[])
 
 
 # --- Qwen -------------------------------------------------------------------------------------------------------------
@@ -191,7 +191,31 @@ def _look_gemma(module: Any, sight: Sight, vision: Any, picture: NDArray[np.uint
     return rows
 
 
+def _build_unified(config: Any) -> nn.Module:
+    from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedVisionEmbedder
+
+    embedder: nn.Module = Gemma4UnifiedVisionEmbedder(config.vision_config, config.text_config)
+    return embedder
+
+
+def _look_unified(module: Any, sight: Sight, vision: Any, picture: NDArray[np.uint8]) -> torch.Tensor:
+    """A square of patches is one patch here: nothing looks at the parts."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    processor = Gemma4ImageProcessorPil(max_soft_tokens=sight.most, patch_size=sight.side, pooling_kernel_size=1)
+    seen = processor(picture, return_tensors="pt", input_data_format="channels_last")
+    count, device = int(seen["num_soft_tokens_per_image"][0]), module.patch_dense.weight.device
+    patches, places = (seen[name][:, :count].to(device) for name in ("pixel_values", "image_position_ids"))
+    rows: torch.Tensor = module(patches, places).pooler_output[0]
+    return rows
+
+
 _Build = Callable[[Any], nn.Module]
 _Look = Callable[[Any, Sight, Any, NDArray[np.uint8]], torch.Tensor]
-_QWEN: tuple[_Build, _Look] = (_build_qwen, _look_qwen)
-_GEMMA: tuple[_Build, _Look] = (_build_gemma, _look_gemma)
+_KINDS: dict[str, tuple[_Build, _Look]] = {
+    "qwen3_5": (_build_qwen, _look_qwen),
+    "qwen3_5_moe": (_build_qwen, _look_qwen),
+    "gemma4": (_build_gemma, _look_gemma),
+    "gemma4_unified": (_build_unified, _look_unified),
+}
+"""How a tower is built and looks, by ``model_type`` of the whole model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,20 @@ def whole_logits(folder: Path, prompt: Prompt, most: int = 0) -> Logits:
     if pixels:
         inputs |= {
             key: value
-            for key, value in _processor(sight)(pixels, return_tensors="pt").items()
+            for key, value in processor_of(sight)(pixels, return_tensors="pt").items()
             if key != "num_soft_tokens_per_image"
         }
     model.model.rope_deltas = None
+    if sight.family == "gemma4_unified":
+        # Its generation makes these masks. Without them its forward pass makes those of Gemma 3.
+        inputs["attention_mask"] = model.create_masks_for_generate(
+            model.config,
+            torch.zeros(1, len(ids), model.config.text_config.hidden_size),
+            None,
+            None,
+            torch.arange(len(ids))[None],
+            inputs["mm_token_type_ids"],
+        )
     with torch.inference_mode():
         logits: Logits = model(**inputs, use_cache=False).logits[0].float().numpy()
     return logits
@@ -79,12 +89,46 @@ def _whole(folder: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def _processor(sight: Sight) -> Any:
+def _unified(most: int) -> Callable[..., Any]:
+    """The library's own processor for 12B needs torchvision. This one cuts small patches and merges them as that."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    small = Gemma4ImageProcessorPil(max_soft_tokens=most, patch_size=4)
+
+    def processed(pictures: list[Any], return_tensors: str) -> dict[str, Any]:
+        merged = []
+        for picture in pictures:
+            seen = small(picture, return_tensors=return_tensors)
+            count = 9 * int(seen["num_soft_tokens_per_image"][0])
+            patches, places = seen["pixel_values"][0, :count], seen["image_position_ids"][0, :count]
+            columns, rows = (places.max(0).values + 1).tolist()
+            image = torch.zeros(rows, columns, 4, 4, 3)
+            for patch, (column, row) in zip(patches, places.tolist(), strict=True):
+                image[row, column] = patch.reshape(4, 4, 3)
+            squares = image.reshape(rows // 3, 3, columns // 3, 3, 4, 4, 3).permute(0, 2, 1, 4, 3, 5, 6)
+            ys, xs = torch.meshgrid(torch.arange(rows // 3), torch.arange(columns // 3), indexing="ij")
+            merged.append((squares.reshape(-1, 12 * 12 * 3), torch.stack((xs, ys), -1).reshape(-1, 2)))
+        longest = max(len(patches) for patches, _ in merged)
+        return {
+            "pixel_values": torch.stack(
+                [torch.nn.functional.pad(patches, (0, 0, 0, longest - len(patches))) for patches, _ in merged]
+            ),
+            "image_position_ids": torch.stack(
+                [torch.nn.functional.pad(places, (0, 0, 0, longest - len(places)), value=-1) for _, places in merged]
+            ),
+        }
+
+    return processed
+
+
+def processor_of(sight: Sight) -> Any:
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     if sight.family == "gemma4":
         return Gemma4ImageProcessorPil(max_soft_tokens=sight.most, patch_size=4)
+    if sight.family == "gemma4_unified":
+        return _unified(sight.most)
     size = {"shortest_edge": 64, "longest_edge": 1024}
     half = [0.5] * 3
     return Qwen2VLImageProcessorPil(patch_size=4, size=size, image_mean=half, image_std=half)

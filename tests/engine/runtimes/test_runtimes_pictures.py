@@ -90,7 +90,7 @@ def test_a_prompt_and_steps_are_the_whole_models(
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("kind", TINY_SEEING)
+@pytest.mark.parametrize("kind", [kind for kind in TINY_SEEING if kind != "gemma4_unified"])
 def test_a_gguf_file_and_its_tower_are_the_whole_model(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subject: Subject, kind: str
 ) -> None:

@@ -17,6 +17,7 @@ from engine.errors import Cancelled, ModelError
 from engine.models.store.gguf_folder import open_gguf
 from engine.pictures.folders import read_sight
 from engine.runtimes.torch.tower import STAGE, VisionTower
+from tests.engine.runtimes.seeing_oracle import processor_of
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import whole_blocks, write_tiny_gguf
 from tests.support.tiny_gguf_metadata import PLACEHOLDER
@@ -50,7 +51,12 @@ def reference(folder: Path, picture: Any) -> Any:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     pixels = np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
     with torch.inference_mode():
-        if model.config.model_type == "gemma4":
+        if model.config.model_type == "gemma4_unified":
+            sight = read_sight(folder)
+            assert sight is not None
+            seen = processor_of(sight)([pixels], return_tensors="pt")
+            found = model.model.get_image_features(seen["pixel_values"], seen["image_position_ids"])
+        elif model.config.model_type == "gemma4":
             seen = Gemma4ImageProcessorPil(max_soft_tokens=70, patch_size=4)(pixels, return_tensors="pt")
             found = model.model.get_image_features(seen["pixel_values"], seen["image_position_ids"])
         else:
