@@ -84,6 +84,7 @@ ARCHITECTURES = {
     "mistral4": "mistral4",
     "apertus": "apertus",
     "qwen4_exp_text": "qwen4exp",
+    "qwen3_vl_text": "qwen3vl",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -200,6 +201,7 @@ BY_GGUF = (
     "mimo2",
     *KIMI_DELTAS,
     "apertus",
+    "qwen3vl",
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
@@ -837,6 +839,9 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes["layer_types"] = ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
         sizes |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 256}
         sizes |= {"moe_intermediate_size": 256, "intermediate_size": 256}
+    if family == "qwen3_vl_text":  # llama.cpp rotates what sections hold alone
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+        sizes["rope_parameters"] = rope
     if family == "mimo_v2_flash":
         del sizes["num_hidden_layers"]
         sizes |= {"head_dim": 48, "v_head_dim": 32, "n_routed_experts": 16, "moe_intermediate_size": 256}

@@ -72,7 +72,7 @@ TINY_DENSE_FAMILIES: tuple[str, ...] = (
     *("phi3", "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere", "cohere2"),
     *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4", "granitemoehybrid_dense"),
     "nemotron_h_dense",
-    *("gemma2", "granite_swa", "apertus"),
+    *("gemma2", "granite_swa", "apertus", "qwen3_vl_text"),
 )
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
 
@@ -522,6 +522,15 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5, "num_hidden_layers": 4},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 0.5},
     "apertus": {},
+    "qwen3_vl_text": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    },
     "granite": _GRANITE,
     "granitemoeshared": {
         **_GRANITE,

@@ -36,6 +36,8 @@ def _with_head(decoder: Any, kind: Any) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     def start(self: Any, config: Any) -> None:
+        # The whole's configuration says it.
+        config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
         decoder.__bases__[0].__init__(self, config)
         self.model = decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -81,6 +81,7 @@ FAMILIES = (
     "mistral4",
     "qwen4_exp_text",
     "apertus",
+    "qwen3_vl_text",
 )
 GGUF_FAMILIES = tuple(family for family in FAMILIES if family in ARCHITECTURES)
 """Those of them whose GGUF files run."""

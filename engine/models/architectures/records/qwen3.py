@@ -1,5 +1,10 @@
-"""Qwen 3, without and with experts."""
+"""Qwen 3, without and with experts, and the language model of Qwen3-VL without experts."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import qwen_experts
 from engine.models.architectures.layer_rules import every_sparse_step, late_windows, switched_window
 from engine.models.architectures.parts import QWEN
@@ -60,4 +65,28 @@ QWEN3_MOE = Family(
     ),
     tokenizer_class="Qwen2Tokenizer",
 )
-FAMILIES = (QWEN3, QWEN3_MOE)
+
+
+def _rope(metadata: Metadata) -> dict[str, Any]:
+    """Rotary settings of text and pictures. Texts have the same position in all sections."""
+    sections = metadata.get("rope.dimension_sections")
+    return {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": metadata.real("rope.freq_base", 500_000.0),
+            **({"mrope_section": sections[:3], "mrope_interleaved": True} if isinstance(sections, list) else {}),
+        }
+    }
+
+
+QWEN3_VL = Family(
+    "qwen3_vl_text",
+    whole="qwen3_vl",
+    defaults={"head_dim": 128, "num_key_value_heads": 32},
+    decoder=DecoderRecord(
+        head_norm="per-head", qkv_bias="attention_bias", output_bias="attention_bias", rope_theta=500_000.0
+    ),
+    gguf=GgufRecord("qwen3vl", "Qwen3VLForConditionalGeneration", settings=_rope),
+    tokenizer_class="Qwen2Tokenizer",
+)
+FAMILIES = (QWEN3, QWEN3_MOE, QWEN3_VL)
