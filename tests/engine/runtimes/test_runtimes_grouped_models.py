@@ -92,7 +92,8 @@ IN_FP8 = [
     ("glm4_moe_lite", FP8, "native"), ("qwen3_moe", FP8_CHANNEL, "native"), ("qwen3_moe", FP8_TENSOR, "torch"),
     ("llama", FP8_TENSOR, "native"), ("mixtral", FP8_CHANNEL, "torch"), ("qwen3_5_moe_text", FP8_CHANNEL, "native"),
     ("llama4_text", FP8_CHANNEL, "native"), ("llama4_text", FP8, "torch"), ("gemma4_text", FP8_CHANNEL, "native"),
-    ("nemotron_h", FP8, "native"), ("nemotron_h", FP8, "torch"),
+    ("nemotron_h", FP8, "native"), ("nemotron_h", FP8, "torch"), ("kimi_linear", FP8, "native"),
+    ("kimi_linear", FP8, "torch"), ("bailing_hybrid", FP8, "native"), ("bailing_hybrid", FP8, "torch"),
 ]  # fmt: skip
 
 
