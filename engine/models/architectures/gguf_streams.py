@@ -25,9 +25,9 @@ _HASH = ("layer_multipliers", "head_vocab_sizes", "head_offsets")
 def settings(metadata: Metadata) -> dict[str, Any]:
     """The part of ``config.json`` that is of this kind. Raises ModelError for a number that is missing or
     impossible."""
-    found = gguf_delta_net.expert_settings(metadata)
+    experts = gguf_delta_net.expert_settings(metadata)
     return {
-        **found,
+        **experts,
         "output_gate_type": "sigmoid",
         "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
         "hc_count": metadata.number("hyper_connection.count"),
@@ -36,7 +36,7 @@ def settings(metadata: Metadata) -> dict[str, Any]:
         "indexer_kv_heads": 1,
         "indexer_head_dim": metadata.number("attention.indexer.key_length"),
         "indexer_budget": metadata.number("attention.indexer.top_k"),
-        "indexer_compress_ratio": _ratio(metadata, found["layer_types"]),
+        "indexer_compress_ratio": _ratio(metadata, experts["layer_types"]),
         **_ngrams(metadata),
     }
 
@@ -67,13 +67,13 @@ def _ngrams(metadata: Metadata) -> dict[str, Any]:
     sizes = stated["head_vocab_sizes"]
     first = sizes[0] if isinstance(sizes, list) and sizes else None
     end, also = metadata.number("ple.eos_token_id", 0), file.metadata.get("tokenizer.ggml.eos_token_id")
-    each, tokens = metadata.number("ple.heads_per_ngram"), metadata.number("ple.ngram_size")
-    found = {
+    heads_each, tokens = metadata.number("ple.heads_per_ngram"), metadata.number("ple.ngram_size")
+    ngrams = {
         "ple_layer_ids": [layers[0] + 1],
         "ple_conv_kernel_size": metadata.number("ple.conv_kernel"),
-        "ple_embed_dim": metadata.number("embedding_length_per_layer_input") * each * (tokens - 1),
+        "ple_embed_dim": metadata.number("embedding_length_per_layer_input") * heads_each * (tokens - 1),
         "ngram_size": tokens,
-        "heads_per_ngram": each,
+        "heads_per_ngram": heads_each,
         "ngram_vocab_size_base": first,
         # One divisor that gives the table its rows.
         "make_ngram_vocab_size_divisible_by": tensor.rows,
@@ -83,14 +83,14 @@ def _ngrams(metadata: Metadata) -> dict[str, Any]:
         "eos_token_id": [end, also] if isinstance(also, int) and also != end else end,
     }
     words = file.tensors.get("token_embd.weight")
-    own = ngram_hashes(found | {"vocab_size": 0 if words is None else words.rows})[0]
+    own = ngram_hashes(ngrams | {"vocab_size": 0 if words is None else words.rows})[0]
     for name, numbers in zip(_HASH, (own.multipliers, own.sizes, own.offsets), strict=True):
         if stated[name] != list(numbers):
             raise ModelError(
                 f"{file.path} has {shown(stated[name])} for ple.{name}, other numbers than its sizes give; use its "
                 "safetensors folder."
             )
-    return found
+    return ngrams
 
 
 def tensors(gguf: GgufFile, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
@@ -142,7 +142,7 @@ def _lexical(config: Mapping[str, Any], here: str, prefix: str, wide: int) -> It
 def changes(config: Mapping[str, Any]) -> dict[str, Change]:
     """What undoes llama.cpp's storage, by the checkpoint's name of the tensor."""
     less_one = Change(subtracted=1.0)
-    found = gguf_delta_net.changes(config) | {"model.hyper_connection_mixer.hc_norm.weight": less_one}
+    undone = gguf_delta_net.changes(config) | {"model.hyper_connection_mixer.hc_norm.weight": less_one}
     for layer, kind in enumerate(config["layer_types"]):
         target = f"model.layers.{layer}."
         norms = ["attn_hyper_connection.hc_norm", "mlp_hyper_connection.hc_norm"]
@@ -150,5 +150,5 @@ def changes(config: Mapping[str, Any]) -> dict[str, Change]:
             norms += [f"self_attn.indexer.{short}_layernorm" for short in "qk"]
         if layer + 1 in config["ple_layer_ids"]:
             norms += [f"ple.norm_{norm}" for norm in ("key", "query", "conv")]
-        found |= {f"{target}{norm}.weight": less_one for norm in norms}
-    return found
+        undone |= {f"{target}{norm}.weight": less_one for norm in norms}
+    return undone

@@ -60,7 +60,7 @@ class NgramHash:
         count, first = ids.shape[1], before.shape[1]
         ended = np.zeros(ids.shape, bool)
         mixed = np.zeros(ids.shape, np.int64)
-        found = []
+        rows = []
         for place, multiplier in enumerate(self.multipliers):
             tokens = history[:, first - place : first - place + count]
             if place:
@@ -68,8 +68,8 @@ class NgramHash:
             mixed = mixed ^ np.where(ended, self.end, tokens) * np.int64(multiplier)
             if place:
                 heads = slice((place - 1) * self.heads_each, place * self.heads_each)
-                found.append(mixed[..., None] % np.array(self.sizes[heads]) + np.array(self.offsets[heads]))
-        return np.concatenate(found, axis=-1)
+                rows.append(mixed[..., None] % np.array(self.sizes[heads]) + np.array(self.offsets[heads]))
+        return np.concatenate(rows, axis=-1)
 
 
 def ngram_hashes(config: Mapping[str, Any]) -> tuple[NgramHash, ...]:
@@ -77,14 +77,14 @@ def ngram_hashes(config: Mapping[str, Any]) -> tuple[NgramHash, ...]:
     impossible."""
     count = len(set(config["ple_layer_ids"]))
     tokens = whole_number(config, "ngram_size", minimum=2, maximum=_MOST_TOKENS)
-    each = whole_number(config, "heads_per_ngram", maximum=_MOST_HEADS)
+    heads_each = whole_number(config, "heads_per_ngram", maximum=_MOST_HEADS)
     base = whole_number(config, "ngram_vocab_size_base", maximum=_LARGEST_BASE)
     vocabulary = whole_number(config, "vocab_size")
     seed, ends = config.get("seed"), config.get("eos_token_id")
     end = ends[0] if isinstance(ends, list) and ends else ends
     if not isinstance(seed, int) or not isinstance(end, int) or not 0 <= end < vocabulary:
         raise damaged(f"config.json gives {shown(seed)} for seed and {shown(ends)} for eos_token_id, not numbers")
-    heads = (tokens - 1) * each
+    heads = (tokens - 1) * heads_each
     if count * heads > _MOST_HEADS:
         raise damaged(f"config.json gives {count} tables of n-grams with {heads} heads each, over {_MOST_HEADS} in all")
     sizes = _primes(base, count * heads)
@@ -93,7 +93,7 @@ def ngram_hashes(config: Mapping[str, Any]) -> tuple[NgramHash, ...]:
             multipliers=_multipliers(vocabulary, tokens, seed + _APART * table),
             sizes=(own := sizes[table * heads : (table + 1) * heads]),
             offsets=(0, *itertools.accumulate(own[:-1])),
-            heads_each=each,
+            heads_each=heads_each,
             end=end,
         )
         for table in range(count)
@@ -117,13 +117,13 @@ def _mixed(value: int) -> int:
 @functools.cache
 def _primes(least: int, count: int) -> tuple[int, ...]:
     """The first ``count`` primes from ``least`` on."""
-    found: list[int] = []
+    primes: list[int] = []
     candidate = max(least, 2)
-    while len(found) < count:
+    while len(primes) < count:
         if _is_prime(candidate):
-            found.append(candidate)
+            primes.append(candidate)
         candidate += 1
-    return tuple(found)
+    return tuple(primes)
 
 
 def _is_prime(value: int) -> bool:

@@ -22,12 +22,12 @@ def register_language_model(config: Any) -> None:
         return
     modelling = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
     stem = kind.__name__.removesuffix("Config")
-    found = getattr(modelling, f"{stem}ForCausalLM", None)
+    with_head = getattr(modelling, f"{stem}ForCausalLM", None)
     without_head = getattr(modelling, f"{stem}Model", None)
-    if found is None and without_head is not None:
-        found = _with_head(without_head, kind)
-    if found is not None:
-        AutoModelForCausalLM.register(kind, found, exist_ok=True)
+    if with_head is None and without_head is not None:
+        with_head = _with_head(without_head, kind)
+    if with_head is not None:
+        AutoModelForCausalLM.register(kind, with_head, exist_ok=True)
 
 
 def _with_head(decoder: Any, kind: Any) -> Any:

@@ -45,16 +45,16 @@ def usual(config: Config) -> dict[str, Any]:
 def _renamed(config: Config) -> dict[str, Any]:
     section = "linear_attn_config."
     sizes = {now: setting(config, section + name) for name, now in _SIZES.items()}
-    found = usual(config) | {name: size for name, size in sizes.items() if size is not None}
+    renamed = usual(config) | {name: size for name, size in sizes.items() if size is not None}
     full, linear = layer_list(config, section + "full_attn_layers"), layer_list(config, section + "kda_layers")
     if config.get("layer_types") is not None or full is None or linear is None:
-        return found
+        return renamed
     layers = range(1, len(full) + len(linear) + 1)
     if sorted(full + linear) != list(layers):
         raise damaged(
             "config.json gives full_attn_layers and kda_layers that do not name every layer, from 1 on, exactly once"
         )
-    return found | {"layer_types": ["full_attention" if layer in full else "linear_attention" for layer in layers]}
+    return renamed | {"layer_types": ["full_attention" if layer in full else "linear_attention" for layer in layers]}
 
 
 def _sizes(config: Config) -> DeltaSizes:
