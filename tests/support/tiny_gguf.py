@@ -40,6 +40,8 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
+    "deepseek_v32": "deepseek32",
+    "glm_moe_dsa": "glm-dsa",
     "glm4_moe": "glm4moe",
     "qwen3_next": "qwen3next",
     "lfm2_moe": "lfm2moe",
@@ -94,6 +96,7 @@ READ_AS = {"gemma4_unified_text": "gemma4_text", "solar_open": "glm4_moe"}
 PRE = {"glm4_moe_lite": "glm4", "glm4_moe": "glm4"}
 """The rule by which texts are split, for families that are told apart by it."""
 
+_INDEXED = ("deepseek_v32", "glm_moe_dsa")
 MAMBAS = ("granitehybrid", *NEMOTRONS)
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -161,6 +164,10 @@ _NAMES = {
     "ple.norm_query": "ple_norm_query",
     "ple.norm_conv": "ple_norm_conv",
     "ple.conv1d": "ple_conv1d",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -789,9 +796,9 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes |= {"moe_num_experts": 4, "moe_intermediate_size": 256}
     if family == "minimax_m2":
         sizes["num_local_experts"] = 4
-    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "glm4_moe", "dots1"):
+    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "glm4_moe", "dots1", *_INDEXED):
         sizes |= {"n_routed_experts": 8, "moe_intermediate_size": 256, "first_k_dense_replace": 1}
-    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"):
+    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", *_INDEXED):
         del sizes["head_dim"]
         sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
         sizes |= {"q_lora_rank": None if family == "deepseek_v2" else 256}
@@ -802,6 +809,10 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes["moe_intermediate_size"] = 256
     if family == "kimi_linear":
         sizes |= {"linear_num_heads": 8, "linear_head_dim": 256}
+    if family in _INDEXED:
+        sizes["index_head_dim"] = 128
+    if family == "glm_moe_dsa":
+        sizes["indexer_types"] = ["full", "shared"]
     if family == "qwen3_next":
         del sizes["num_hidden_layers"]
         sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}

@@ -19,6 +19,8 @@ KIMI_DELTAS = ("kimi-linear", "bailingmoe3")
 """Architectures with delta-nets whose keys decay each by itself, and attention over latents."""
 NEMOTRONS = ("nemotron_h_moe", "nemotron_h")
 """Architectures whose layers have one part each; the second has no experts."""
+LATENT = ("deepseek2", "mistral4", "deepseek32", "glm-dsa", *KIMI_DELTAS)
+"""Architectures with attention over latents."""
 
 ARRAY, UINT64 = GGUFValueType.ARRAY, GGUFValueType.UINT64
 PLACEHOLDER = 150
@@ -55,7 +57,7 @@ def write_metadata(
             width = -(-int(2 * width / 3) // step) * step
         writer.add_feed_forward_length(width)
     writer.add_head_count(config["num_attention_heads"])
-    split = architecture in ("deepseek2", "mistral4", *KIMI_DELTAS) and layout != "separate"
+    split = architecture in LATENT and layout != "separate"
     heads = 1 if split else config["num_key_value_heads"]
     if architecture in ("lfm2", "lfm2moe"):
         _write_convolutions(writer, config)
@@ -84,7 +86,7 @@ def write_metadata(
     if "alpha" in rope:
         base *= rope["alpha"] ** (config["head_dim"] / (config["head_dim"] - 2))
     writer.add_rope_freq_base(base)
-    if architecture in ("deepseek2", "mistral4", *KIMI_DELTAS):
+    if architecture in LATENT:
         _write_latents(writer, config, layout)
     elif config.get("head_dim") and architecture not in ("gemma4", "mimo2"):
         writer.add_key_length(config["head_dim"])
@@ -253,6 +255,13 @@ def _write_latents(writer: GGUFWriter, config: dict[str, Any], layout: Layout) -
         writer.add_key_length_mla(keys)
         writer.add_value_length_mla(values)
     writer.add_rope_dimension_count(rotated)
+    if "index_topk" in config:
+        writer.add_indexer_head_count(config["index_n_heads"])
+        writer.add_indexer_key_length(config["index_head_dim"])
+        writer.add_indexer_top_k(config["index_topk"])
+    if "indexer_types" in config:
+        kinds = [int(kind == "full") for kind in config["indexer_types"]]
+        writer.add_array(f"{writer.arch}.attention.indexer.types", kinds)
     if rope["rope_type"] == "yarn":
         _write_yarn(writer, rope)
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])

@@ -55,6 +55,8 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "laguna",
     "cohere2_moe",
     "qwen4_exp_text",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "mimo_v2_flash",
     "mistral4",
 )
@@ -126,6 +128,9 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 16,
 }
 """Latent attention; experts in groups, of which the best two count."""
+_INDEX: dict[str, Any] = {"index_topk": 13, "index_head_dim": 32, "index_n_heads": 12}
+"""Indexers that choose in most tests' prompts, and not from the beginning. So many heads seldom all have products below
+0, which would make scores equal."""
 
 _KIMI_DELTA: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -267,6 +272,18 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "v_head_dim": 20, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {**_LATENT, **_INDEX, "first_k_dense_replace": 1, "q_lora_rank": 24, "num_mtp_layers": 0},
+    "glm_moe_dsa": {
+        **_LATENT,
+        **_INDEX,
+        "q_lora_rank": 24,
+        "v_head_dim": 20,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "indexer_types": ["full", "shared", "full"],
+        "num_mtp_layers": 0,
+    },
     "granitemoe": {
         **_GRANITE,
         "num_local_experts": 8,

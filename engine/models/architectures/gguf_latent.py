@@ -1,4 +1,4 @@
-"""GGUF files of DeepSeek's kind (deepseek2), whose attention keeps latents: DeepSeek V2 and V3, GLM-4.7-Flash.
+"""GGUF files of DeepSeek's kind, whose attention keeps latents: DeepSeek V2 to V3.2, GLM-4.7-Flash, GLM-5.
 
 Newer files have the projection of latents in two tensors, of keys and of values, one matrix for each head; that of the
 keys is transposed, so that queries can be multiplied by it instead.
@@ -6,7 +6,7 @@ keys is transposed, so that queries can be multiplied by it instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from engine.errors import ModelError
@@ -58,6 +58,20 @@ def settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def indexed_settings(metadata: Metadata) -> dict[str, Any]:
+    """:func:`settings` of families whose attention has indexers. Raises ModelError as that does, and if the router is
+    none of sigmoids."""
+    stated = metadata.get("expert_gating_func", _SIGMOID)
+    if stated not in (0, _SIGMOID):
+        path = metadata.file.path
+        raise ModelError(f"{path} routes by the function {stated}, which is not supported; use another model.")
+    return settings(metadata) | {
+        "index_n_heads": metadata.number("attention.indexer.head_count"),
+        "index_head_dim": metadata.number("attention.indexer.key_length"),
+        "index_topk": metadata.number("attention.indexer.top_k"),
+    }
+
+
 def yarn(metadata: Metadata) -> dict[str, Any]:
     """What yarn multiplies attention by: files hold a tenth of it."""
     factor = metadata.short_real("rope.scaling.yarn_log_multiplier", 0.0)
@@ -83,6 +97,28 @@ def attention_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there
         return
     for source, name, each in (("attn_k_b", "k_b_proj", (latents, plain)), ("attn_v_b", "v_b_proj", (values, latents))):
         yield NamedTensor.whole(f"{here}{source}.weight", f"{prefix}{name}.weight", (heads, *each))
+
+
+def indexed_shapes(
+    with_indexers: Callable[[Mapping[str, Any], int], list[int]],
+) -> Callable[[GgufFile, Mapping[str, Any], str, str], Iterator[NamedTensor]]:
+    """:func:`attention_shapes`, with the tensors of indexers in the layers that have one."""
+
+    def shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+        yield from attention_shapes(gguf, config, here, there)
+        if int(here.split(".")[1]) not in with_indexers(config, config["num_hidden_layers"]):
+            return
+        width, heads, hidden = config["index_head_dim"], config["index_n_heads"], config["hidden_size"]
+        for source, name, shape in (
+            ("attn_q_b.weight", "wq_b.weight", (heads * width, config["q_lora_rank"])),
+            ("attn_k.weight", "wk.weight", (width, hidden)),
+            ("k_norm.weight", "k_norm.weight", (width,)),
+            ("k_norm.bias", "k_norm.bias", (width,)),
+            ("proj.weight", "weights_proj.weight", (heads, hidden)),
+        ):
+            yield NamedTensor.whole(f"{here}indexer.{source}", f"{there}self_attn.indexer.{name}", shape)
+
+    return shapes
 
 
 def _queries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:

@@ -320,8 +320,12 @@ class DecoderRecord:
     layer_scale: bool = False
     """Whether a number of its own (``layer_scalar``) scales the hidden state after each layer (gemma4)."""
     index_width: str = ""
-    """Setting of the width of a further key of each token, by which attention chooses blocks of tokens; empty: none
-    (qwen4_exp)."""
+    """Setting of the width of a further key of each token, by which attention chooses tokens, or blocks of them; empty:
+    none (qwen4_exp)."""
+    index_layers: Callable[[Config, int], list[int]] = own_keys
+    """The layers with attention over latents that have such keys; others see what the one before them has chosen."""
+    index_interleaved: bool = False
+    """Whether a rotation of these keys turns neighbouring numbers, where attention is over latents (glm_moe_dsa)."""
     lexical: Callable[[Config], LexicalSizes | None] = lambda config: None
     """The embeddings of n-grams that layers add to the hidden state; None: there are none."""
     streams: Callable[[Config], StreamSizes] | None = None

@@ -218,13 +218,24 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
     """
     if config.get("kv_lora_rank"):
         layers = sum(kind not in WITHOUT_KEYS for kind in layer_kinds(config))
-        return layers * (whole_number(config, "kv_lora_rank") + whole_number(config, "qk_rope_head_dim"))
+        latents = layers * (whole_number(config, "kv_lora_rank") + whole_number(config, "qk_rope_head_dim"))
+        return latents + _index_width(config) * len(_with_indexers(config))
     kinds = _kinds_with_keys(config)
     return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
 
 
+def _with_indexers(config: Mapping[str, Any]) -> list[int]:
+    """The layers with attention over latents that have an indexer."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not family.decoder.index_width:
+        return []
+    return family.decoder.index_layers(completed(config), layer_count(config, family))
+
+
 def _choosing_numbers(config: Mapping[str, Any]) -> int:
     """Part of :func:`key_value_numbers` by which blocks of tokens are chosen."""
+    if config.get("kv_lora_rank"):
+        return 0
     kinds = (kind for _, kind in _kinds_with_keys(config) if kind not in WITHOUT_KEYS)
     return _index_width(config) * sum(1 for _ in kinds)
 

@@ -57,10 +57,24 @@ class Convolution(ctypes.Structure):
     _fields_ = (("input", Matrix), ("kernel", ctypes.c_void_p))
 
 
+class Indexer(ctypes.Structure):
+    """``pllm_indexer``."""
+
+    _fields_ = (
+        ("query", Matrix),
+        ("key", Matrix),
+        ("weights", Matrix),
+        ("norm", ctypes.c_void_p),
+        ("norm_bias", ctypes.c_void_p),
+        ("place", ctypes.c_int64),
+    )
+
+
 class Latent(ctypes.Structure):
     """``pllm_latent``."""
 
     _fields_ = (
+        ("indexer", ctypes.POINTER(Indexer)),
         ("query_down", Matrix),
         ("query", Matrix),
         ("down", Matrix),
@@ -224,6 +238,7 @@ class Trunk(ctypes.Structure):
         ("latent_plain", ctypes.c_int64),
         ("latent_values", ctypes.c_int64),
         ("latent_rank", ctypes.c_int64),
+        ("index_top", ctypes.c_int64),
         ("expert_groups", ctypes.c_int64),
         ("kept_groups", ctypes.c_int64),
         ("set", ctypes.c_int32),
@@ -242,6 +257,7 @@ class Trunk(ctypes.Structure):
         ("tiled_heads", ctypes.c_int32),
         ("parallel", ctypes.c_int32),
         ("centred", ctypes.c_int32),
+        ("paired_index", ctypes.c_int32),
         ("scale_input", ctypes.c_int32),
         ("epsilon", ctypes.c_float),
         ("clip", ctypes.c_float),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
@@ -157,6 +157,22 @@ class LexicalShape:
 
 
 @dataclass(frozen=True)
+class IndexShape:
+    """Indexers of attention over latents: ``heads`` queries of ``width`` numbers, and one key of each position.
+
+    A query sees the ``top`` positions that score highest. ``layers`` have an indexer, and in others queries see what
+    those of the one before them have chosen.
+    """
+
+    heads: int
+    width: int
+    top: int
+    interleaved: bool
+    """Whether a rotation turns neighbouring numbers."""
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LatentShape:
     """Attention over latents: a position caches ``latents`` numbers, and one rotated key for all heads.
 
@@ -173,6 +189,7 @@ class LatentShape:
     """Epsilon of the norms of latents and of queries' inner vectors."""
     interleaved: bool
     """Whether a rotation turns neighbouring numbers (DeepSeek's order), not numbers half the rotated part apart."""
+    index: IndexShape | None
 
 
 @dataclass(frozen=True)
@@ -302,7 +319,9 @@ class Shape:
         return nets if self.lexical is None else nets + self.lexical.state_numbers
 
     def layers_of(self, kind: int) -> tuple[int, ...]:
-        """The layers that keep keys and values of heads of ``kind``."""
+        """The layers that keep keys and values of heads of ``kind``. The second kind beside latents is of indexers."""
+        if kind and self.latent is not None:
+            return () if self.latent.index is None else self.latent.index.layers
         kept = (layer for layer in self.attention_layers if self.keys_of[layer] == layer)
         return tuple(layer for layer in kept if self.kind_of[layer] == kind)
 
@@ -335,7 +354,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
     hidden, heads, layers = (
         whole_number(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
-    latent = _read_latent(config, decoder) if decoder.latents else None
+    latent = _read_latent(config, decoder, layers) if decoder.latents else None
     kinds, kind_of = _read_heads(config, decoder, layers, latent)
     shared: SharedExpert = "none" if moe is None or not moe_layers else moe.shared
     shared_ffn = 0 if moe is None or shared == "none" else shared_width(config, moe)
@@ -451,7 +470,7 @@ def _attention_scale(
     return float((latent.plain + latent.rotated) ** -0.5 * factor * factor)
 
 
-def _read_latent(config: Mapping[str, Any], decoder: DecoderRecord) -> LatentShape:
+def _read_latent(config: Mapping[str, Any], decoder: DecoderRecord, layers: int) -> LatentShape:
     return LatentShape(
         latents=_even(config, "kv_lora_rank"),
         rotated=_even(config, "qk_rope_head_dim"),
@@ -461,7 +480,22 @@ def _read_latent(config: Mapping[str, Any], decoder: DecoderRecord) -> LatentSha
         # transformers gives these norms no epsilon of the configuration.
         epsilon=1e-6,
         interleaved=switched(decoder.interleaving_setting or True, config),
+        index=_read_index(config, decoder, layers) if decoder.index_width else None,
     )
+
+
+def _read_index(config: Mapping[str, Any], decoder: DecoderRecord, layers: int) -> IndexShape:
+    index = IndexShape(
+        heads=whole_number(config, "index_n_heads"),
+        width=_even(config, decoder.index_width),
+        top=whole_number(config, "index_topk"),
+        interleaved=decoder.index_interleaved,
+        layers=tuple(decoder.index_layers(config, layers)),
+    )
+    rotated = _even(config, "qk_rope_head_dim")
+    if index.width < rotated:
+        raise damaged(f"config.json rotates {rotated} numbers of an indexer's {index.width}, which do not fit together")
+    return index
 
 
 def _layers_of_kind(config: Mapping[str, Any], layers: int, kind: str, others: tuple[str, ...] = ()) -> tuple[int, ...]:
@@ -525,8 +559,12 @@ def _read_heads(
     if latent is not None:
         kind = "" if decoder.head_kinds is None else decoder.head_kinds(config, layers)[0]
         rope, count = rope_of_kind(config, decoder, kind), whole_number(config, "num_attention_heads")
-        width = latent.rotated + latent.latents
-        return (HeadShape(count, 1, width, width, latent.rotated, rope),), (0,) * layers
+        width, index = latent.rotated + latent.latents, latent.index
+        heads = HeadShape(count, 1, width, width, latent.rotated, rope)
+        if index is None:
+            return (heads,), (0,) * layers
+        indexers = replace(heads, heads=index.heads, width=index.width, value_width=index.width)
+        return (heads, indexers), (0,) * layers
     if decoder.head_kinds is None:
         alike, windows = _read_kind(config, decoder, ""), decoder.windows(config, layers)
         if any(windows) and not all(windows):

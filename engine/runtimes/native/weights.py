@@ -26,6 +26,7 @@ from engine.runtimes.native.bindings import (
     Convolution,
     Delta,
     Heads,
+    Indexer,
     Latent,
     Lexical,
     Norms,
@@ -34,7 +35,7 @@ from engine.runtimes.native.bindings import (
     Trunk,
     TrunkLayer,
 )
-from engine.runtimes.native.shape import ConvolutionShape, DeltaShape, LatentShape, LexicalShape, Shape
+from engine.runtimes.native.shape import ConvolutionShape, DeltaShape, IndexShape, LatentShape, LexicalShape, Shape
 
 
 def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
@@ -257,6 +258,7 @@ class TrunkWeights:
             latent_plain=0 if latent is None else latent.plain,
             latent_values=0 if latent is None else latent.values,
             latent_rank=0 if latent is None else latent.query_rank,
+            index_top=0 if latent is None or latent.index is None else latent.index.top,
             expert_groups=routing.groups,
             kept_groups=routing.kept_groups,
             set=choice.number,
@@ -275,6 +277,7 @@ class TrunkWeights:
             tiled_heads=int(delta is not None and _tiled(files, delta)),
             parallel=int(shape.norms == "beside"),
             centred=int(shape.centred_norms),
+            paired_index=int(latent is not None and latent.index is not None and latent.index.interleaved),
             scale_input=int(routing.scales_input),
             epsilon=shape.epsilon,
             clip=shape.clip,
@@ -522,10 +525,25 @@ class TrunkWeights:
         layer.output = tensors.matrix([prefix + "o_proj.weight"], shape.hidden, shape.heads * latent.values)
         if shape.gate_heads is not None:
             layer.gate = tensors.matrix([f"{prefix}{shape.gate_heads.name}.weight"], shape.heads, shape.hidden)
+        if latent.index is not None and index in latent.index.layers:
+            filled.indexer = ctypes.pointer(self._indexer(index, latent.index, latent.query_rank))
         layer.place = shape.layers_of(0).index(index)
         layer.grown = int(shape.query_growth is not None)
         tensors.kept.append(filled)
         layer.latent = ctypes.pointer(filled)
+
+    def _indexer(self, layer: int, index: IndexShape, rank: int) -> Indexer:
+        shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{layer}.self_attn.indexer."
+        filled = Indexer(
+            query=tensors.matrix([prefix + "wq_b.weight"], index.heads * index.width, rank),
+            key=tensors.matrix([prefix + "wk.weight"], index.width, shape.hidden),
+            weights=tensors.matrix([prefix + "weights_proj.weight"], index.heads, shape.hidden),
+            norm=tensors.vector(prefix + "k_norm.weight", index.width),
+            norm_bias=tensors.vector(prefix + "k_norm.bias", index.width),
+            place=index.layers.index(layer),
+        )
+        tensors.kept.append(filled)
+        return filled
 
     def _latent_heads(self, prefix: str, latent: LatentShape) -> tuple[StoredTensor, StoredTensor] | None:
         """The heads' matrices for keys [heads, latents, plain] and values [heads, values, latents].

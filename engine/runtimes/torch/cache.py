@@ -100,7 +100,7 @@ _BUFFERS = {"keys": "key_buffer", "values": "value_buffer", "index": "index_buff
 
 
 class IndexedLayer(GrowingLayer):
-    """A layer that chooses blocks of tokens by a further key of each token (qwen4_exp), [rows, 1, capacity, width].
+    """A layer that chooses tokens, or blocks of them, by a further key of each token, [rows, 1, capacity, width].
 
     transformers asks the first of them for the positions of the tokens so far, which are their places in the row.
     """
@@ -316,15 +316,15 @@ def empty_cache(config: Any) -> AnyCache:
     """The empty cache for a model of ``config``."""
     position = Position()
     family = FAMILIES.get(config.model_type)
+    layer = IndexedLayer if family is not None and family.decoder.index_width else GrowingLayer
     if family is not None and family.decoder.mixer == "lightning":
         return LightningCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
     if not WITHOUT_KEYS.isdisjoint(getattr(config, "layer_types", None) or ()):
         delta_nets = family is not None and family.decoder.mixer == "delta-net"
         kind = ConvolutionCache if delta_nets else WritingCache
-        layer = IndexedLayer if family is not None and family.decoder.index_width else GrowingLayer
         return kind([layer(position) for _ in range(config.num_hidden_layers)], position)
     _, options = get_layer_types_and_kwargs(config)
-    return KeyValueCache([GrowingLayer(position, option.get("sliding_window")) for option in options], position)
+    return KeyValueCache([layer(position, option.get("sliding_window")) for option in options], position)
 
 
 # --- contents of a row as bytes --------------------------------------------------------------------------------------

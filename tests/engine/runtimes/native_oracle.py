@@ -32,6 +32,8 @@ FAMILIES = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "glm4_moe",
     "qwen3_next",
     "lfm2_moe",

@@ -25,11 +25,15 @@ ALIKE = 1.1
 """Largest error of ours as a multiple of llama.cpp's, the geometric mean over the steps of all prompts. Both round the
 same inputs, so that the ratio of a single step says nothing."""
 PROMPTS = 8
+MORE_PROMPTS = {"glm_moe_dsa": 24}
+"""Prompts of families of which a few leave the mean to chance."""
 PLAIN = 0.0025
 """Error of llama.cpp on plain weights, which computes with keys and values in float16."""
 FAMILIES = tuple(family for family in ARCHITECTURES if family != "mistral")
 """Families of which llama.cpp computes the same: it takes a mistral file for a llama without a window."""
 
+SEEN = {"index_topk": 64}
+"""Indexers choose all positions where weights are packed: whose rounding chose better would be chance."""
 
 ALIKE_FOR: dict[str, dict[str, Any]] = {
     "olmoe": {"clip_qkv": None},
@@ -48,7 +52,10 @@ in models of 64 layers, none of Phi 3, and one width of a dense Granite's networ
 def errors(folder: Path, family: str, kind: str, prompts: int) -> tuple[list[float], list[float]]:
     """Our errors and llama.cpp's at each step of each prompt, relative to transformers' logits on what the weights
     stand for."""
-    source = write_tiny_model(folder / "source", family, **(whole_blocks(family) | ALIKE_FOR.get(family, {})))
+    options = whole_blocks(family) | ALIKE_FOR.get(family, {})
+    if kind != "F32" and family in ("deepseek_v32", "glm_moe_dsa"):
+        options |= SEEN
+    source = write_tiny_model(folder / "source", family, **options)
     truth, path = folder / "truth", folder / f"{kind}.gguf"
     write_tiny_gguf(path, source, ARCHITECTURES[family], quantised=GGMLQuantizationType[kind], truth=truth)
     loaded = load_native if family in NATIVE else load
@@ -80,6 +87,7 @@ def test_packed_weights_cost_no_more_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: str
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    ours, theirs = errors(tmp_path, family, kind, PROMPTS)
-    assert len(ours) == len(theirs) == PROMPTS * STEPS
+    prompts = MORE_PROMPTS.get(family, PROMPTS)
+    ours, theirs = errors(tmp_path, family, kind, prompts)
+    assert len(ours) == len(theirs) == prompts * STEPS
     assert statistics.geometric_mean(a / b for a, b in zip(ours, theirs, strict=True)) < ALIKE

@@ -1,10 +1,10 @@
-"""DeepSeek V2 and V3."""
+"""DeepSeek V2, V3 and V3.2."""
 
 from engine.errors import ModelError
 from engine.models.architectures import gguf_latent
-from engine.models.architectures.config_values import number_of
+from engine.models.architectures.config_values import number_of, whole_number
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.layer_rules import after_dense
+from engine.models.architectures.layer_rules import after_dense, sparse_layers
 from engine.models.architectures.parts import GROUPED, LATENTS, QWEN
 from engine.models.architectures.record import (
     SCALED_ROPE,
@@ -14,6 +14,7 @@ from engine.models.architectures.record import (
     MlxRecord,
     MoeRecord,
     RouterRecord,
+    own_keys,
 )
 
 _LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -98,4 +99,39 @@ V3 = Family(
         stored_names=LATENTS,
     ),
 )
-FAMILIES = (V2, V3)
+V32 = Family(
+    "deepseek_v32",
+    defaults=_LATENTS
+    | {
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 3,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+    },
+    decoder=DecoderRecord(latents=True, index_width="index_head_dim"),
+    moe=MoeRecord(
+        QWEN,
+        GROUPED,
+        shared="plain",
+        layers=sparse_layers(lambda config: whole_number(config, "first_k_dense_replace", minimum=0)),
+        count_key="n_routed_experts",
+        ffn_key="moe_intermediate_size",
+    ),
+    extra_layers=True,
+    gguf=GgufRecord(
+        "deepseek32",
+        "DeepseekV32ForCausalLM",
+        settings=gguf_latent.indexed_settings,
+        own_heads=True,
+        yarn=gguf_latent.yarn,
+        mixer=gguf_latent.indexed_shapes(own_keys),
+    ),
+)
+FAMILIES = (V2, V3, V32)

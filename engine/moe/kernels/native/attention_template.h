@@ -536,10 +536,32 @@ static void NAME(attend)(const attention *a) {
     }
 }
 
+static void NAME(index)(const attention *a, const float *weights, float *to) {
+    const int half = a->dtype != PLLM_F32;
+    const int64_t row = cached_bytes(a->dtype, a->width);
+    if (half) NAME(pack_queries)(a);
+    for (int64_t tile = a->first / PLLM_KEY_BLOCK * PLLM_KEY_BLOCK; tile < a->last; tile += SCORE_TILE) {
+        const int64_t from = MAX(tile, a->first), end = MIN(tile + SCORE_TILE, a->last);
+        const int64_t blocks = divided_up(end - tile, PLLM_KEY_BLOCK);
+        const void *keys = NAME(readable)(a, (const char *)a->keys + tile * row, blocks, 0);
+        (half ? NAME(scores_bf16) : NAME(scores_f32))(a, keys, blocks);
+        float sums[SCORE_TILE];
+        for (int64_t k = 0; k < blocks * PLLM_KEY_BLOCK; k += LANES) {
+            lanes sum = {0};
+            for (int64_t i = 0; i < a->count; i++) {
+                const lanes score = load_f32(a->scores + i * SCORE_TILE + k);
+                sum += weights[i] * (lanes)((lanes_u)score & ~(lanes_u)(score < all(0.0f)));
+            }
+            store_f32(sums + k, sum);
+        }
+        memcpy(to + from - a->first, sums + from - tile, (size_t)(end - from) * 4);
+    }
+}
+
 #include "delta_template.h"
 
 const trunk_set NAME(pllm_trunk) = {
-    NAME(residual_norm), NAME(norm), NAME(rotate), NAME(store), NAME(load),  NAME(attend),
+    NAME(residual_norm), NAME(norm), NAME(rotate), NAME(store), NAME(load),  NAME(attend), NAME(index),
     NAME(gate),          NAME(convolve), NAME(product), NAME(unit), NAME(decay),
     NAME(multiply),      NAME(recur),    NAME(gated_norm),
 };

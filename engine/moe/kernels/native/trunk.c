@@ -223,6 +223,27 @@ static const float *gathered(walk *w, int64_t index, int last, const float *qkv,
     return joined;
 }
 
+/* What positions from `first` on see, by the indexer of this layer or of an earlier one. `alone`: each of a prompt's
+   positions is attended to by itself, and not in parts. */
+static void choose_positions(walk *w, int64_t index, int64_t first, int alone) {
+    const trunk_job *job = w->job;
+    const int chooses = job->trunk->layers[index].latent->indexer != NULL;
+    if (alone) {
+        if (!chooses) return;
+        pllm_choose_prompt(job, &w->own, index, MAX(first, pllm_unchosen(job)));
+        barrier(w);
+        return;
+    }
+    if (chooses) {
+        pllm_score_rows(job, &w->own, index, first);
+        barrier(w);
+        pllm_choose_rows(job, first);
+        barrier(w);
+    }
+    pllm_gather_rows(job, index, first);
+    barrier(w);
+}
+
 /* As attend_layer, with latents. */
 static int latent_layer(walk *w, int64_t index, int last) {
     const trunk_job *job = w->job;
@@ -231,24 +252,37 @@ static int latent_layer(walk *w, int64_t index, int last) {
     const pllm_latent *latent = layer->latent;
     const int prompt = job->pass->tokens > 1, wanted = !last || job->pass->logits != NULL;
     const int ranked = trunk->latent_rank > 0;
-    const pllm_matrix *matrices[] = {&latent->down, ranked ? &latent->query_down : &latent->query}, *gate = &layer->gate;
-    float *results[] = {job->latent_rows, job->latent_rows + trunk->kinds[0].width}, *gates = job->qkv + job->shapes->gates;
-    pllm_project_each(w, w->normed, matrices, results, wanted ? 2 : 1, job->latent_stride);
+    const pllm_indexer *indexer = latent->indexer;
+    const int chooses = wanted && indexer && job->picked;
+    const pllm_matrix *matrices[MOST_BESIDE], *gate = &layer->gate;
+    float *results[MOST_BESIDE], *second = job->latent_rows + trunk->kinds[0].width;
+    float *gates = job->qkv + job->shapes->gates;
+    int count = 0;
+    matrices[count] = &latent->down, results[count++] = job->latent_rows;
+    if (indexer) matrices[count] = &indexer->key, results[count++] = job->latent_rows + job->latent_index;
+    if (wanted) matrices[count] = ranked ? &latent->query_down : &latent->query, results[count++] = second;
+    if (chooses) matrices[count] = &indexer->weights, results[count++] = job->latent_rows + job->latent_index + indexer->key.rows;
+    pllm_project_each(w, w->normed, matrices, results, count, job->latent_stride);
     if (wanted && gate->data) {
         pllm_fill_input(w, w->normed, gate);
         pllm_project_share(w, &gate, &gates, 1, job->projected);
     }
     barrier(w);
-    if (!w->few || w->thread == 0) pllm_latent_keys(job, index, share_start(w), share_end(w), w->own.rotated);
+    if (!w->few || w->thread == 0) {
+        pllm_latent_keys(job, index, share_start(w), share_end(w), w->own.rotated);
+        if (indexer) pllm_index_keys(job, index, share_start(w), share_end(w), w->own.rotated);
+    }
     if (wanted && ranked) {
         float *normed = w->few ? w->own.latent_rank : job->latent_rank;
         pllm_latent_norm_rank(job, index, share_start(w), share_end(w), normed);
-        pllm_fill_input(w, normed, &latent->query);
-        pllm_project(w, &latent->query, job->latent_queries, latent->query.rows);
+        const pllm_matrix *const queries[] = {&latent->query, chooses ? &indexer->query : NULL};
+        float *const to[] = {job->latent_queries, job->latent_queries + latent->query.rows};
+        pllm_project_each(w, normed, queries, to, chooses ? 2 : 1, job->latent_query_stride);
     }
     if (!wanted) return 0;
     barrier(w);
     const int64_t first = prompt && last ? job->positions - 1 : 0;
+    if (job->picked) choose_positions(w, index, first, prompt && !last && !job->pass->as_steps);
     pllm_latent_queries(job, &w->own, index, first, job->positions - first);
     barrier(w);
     if (prompt && last) keep_last(w);
@@ -663,6 +697,9 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
         if (trunk->kinds[kind].width % (packed ? CACHE_GROUP : 2) || trunk->kinds[kind].heads < 1 ||
             trunk->kinds[kind].value_width % (packed ? CACHE_GROUP : 2))
             return PLLM_E_ARGUMENT;
+    if (trunk->index_top && (trunk->index_top < 0 || trunk->kind_count != 2 || trunk->latent_rank < 1 ||
+                             !trunk->layers[0].latent || !trunk->layers[0].latent->indexer))
+        return PLLM_E_ARGUMENT;
     if (trunk->expert_groups < 1 || trunk->kept_groups < 1 || trunk->kept_groups > trunk->expert_groups)
         return PLLM_E_ARGUMENT;
     for (int64_t i = 0; i < trunk->layer_count; i++)

@@ -24,7 +24,8 @@
 #define PLLM_KEY_BLOCK 16
 
 /* Heads of keys and values of a layer. Layers with attention are of one kind or of two (Gemma 4): one that sees a window,
-   and one that sees everything, with fewer and wider heads. Values may be narrower or wider than keys (MiMo V2). */
+   and one that sees everything, with fewer and wider heads. Values may be narrower or wider than keys (MiMo V2). With
+   pllm_indexer the second kind is that of indexers. */
 #define PLLM_HEAD_KINDS 2
 typedef struct pllm_heads {
     int64_t heads, key_value_heads, width; /* the first: of queries */
@@ -85,6 +86,7 @@ typedef struct pllm_convolution {
    to its query instead, and that for values to what it has gathered, so that the cache holds no keys and values of heads:
    it has one head of width = rotated + latents numbers, which are keys and values at once. */
 typedef struct pllm_latent {
+    const struct pllm_indexer *indexer; /* NULL: the layer's queries see what those of an earlier one have chosen */
     pllm_matrix query_down;  /* [rank, hidden]; data NULL: `query` reads the hidden state */
     pllm_matrix query;       /* [heads * (plain + rotated), rank or hidden]; of each head the rotated numbers last */
     pllm_matrix down;        /* [latents + rotated, hidden] */
@@ -93,6 +95,18 @@ typedef struct pllm_latent {
     const float *query_norm; /* [rank], or NULL */
     const float *norm;       /* [latents] */
 } pllm_latent;
+
+/* Indexers of attention over latents (DeepSeek-V3.2): a query sees only the index_top positions, of those before it and
+   its own, that score highest. A position's score is the sum over the indexer's heads of weight * max(0, query * key). All
+   heads have the same key, which is normed, with the mean taken from it. Leading numbers of queries and keys are rotated.
+   Heads of indexers are kinds[1], and the cache holds keys of that kind. */
+typedef struct pllm_indexer {
+    pllm_matrix query;       /* [heads * width, rank]: reads what the layer's queries read */
+    pllm_matrix key;         /* [width, hidden] */
+    pllm_matrix weights;     /* [heads, hidden] */
+    const float *norm, *norm_bias; /* [width] */
+    int64_t place;           /* among the layers that have one */
+} pllm_indexer;
 
 /* Whole pages of a mapped file. */
 typedef struct pllm_pages {
@@ -217,6 +231,7 @@ typedef struct pllm_trunk {
     int64_t latent_plain, latent_values; /* numbers of a head's query that are not rotated, and of its values; 0 without
                                             latents, which all layers with attention or none have */
     int64_t latent_rank; /* of query_down; 0: none */
+    int64_t index_top;   /* positions that a query sees, at most; 0: there are no indexers */
     int64_t expert_groups, kept_groups; /* only experts of the best groups are chosen; 1: all are one group */
     int32_t set;         /* kernels of the projections and experts */
     int32_t exact_set;   /* kernels that keep activations in float32: routers and gates */
@@ -235,6 +250,7 @@ typedef struct pllm_trunk {
                               h / (value heads / key heads) */
     int32_t parallel;      /* the feed-forward network, or the experts, read what attention reads, and ffn_norm is not used */
     int32_t centred;       /* attention_norm, ffn_norm and final_norm take the mean from what they norm */
+    int32_t paired_index;  /* what paired_rotary says, of indexers */
     int32_t scale_input;   /* weights of chosen experts multiply their inputs, not their outputs */
     float epsilon, clip, embedding_scale, attention_scale, residual_scale, logits_divisor;
     float logits_cap;    /* logits are cap * tanh(logits / cap); 0: they are not limited */

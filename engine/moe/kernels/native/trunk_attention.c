@@ -70,24 +70,25 @@ const pllm_segment *pllm_segment_of(const pllm_group *group, int64_t position) {
     return segment;
 }
 
-/* Start of a head's positions in a page of a row, where each takes so many bytes; see cached_bytes. */
-static int64_t head_start(const trunk_job *job, const pllm_segment *segment, int64_t layer, int64_t head, int64_t bytes) {
-    const int64_t before = job->trunk->layers[layer].place * shape_of(job, layer)->key_value_heads + head;
-    return before * segment->capacity * bytes;
+/* A head's place among those of all layers of its kind. */
+static int64_t head_of(const trunk_job *job, int64_t layer, int64_t head) {
+    const int64_t place = job->keys_are_gathered ? 0 : job->trunk->layers[layer].place;
+    return place * shape_of(job, layer)->key_value_heads + head;
 }
 
 /* What one head of a row keeps in a page: its keys, and its values, or NULL where the keys are the values. */
 static char *keys_of(const trunk_job *job, const pllm_segment *segment, int64_t row, int64_t layer, int64_t head) {
-    const head_shape *shape = shape_of(job, layer);
-    return (char *)segment->keys[shape->kind] + row * segment->key_stride[shape->kind] +
-           head_start(job, segment, layer, head, cached_bytes(job->trunk->cache_dtype, shape->width));
+    return kept_keys(job, segment, row, shape_of(job, layer)->kind, head_of(job, layer, head));
+}
+
+static char *kept_values(const trunk_job *job, const pllm_segment *segment, int64_t row, int64_t kind, int64_t head) {
+    const int64_t each = cached_bytes(job->trunk->cache_dtype, job->shapes[kind].value_width);
+    return (char *)segment->values[kind] + row * segment->value_stride[kind] + head * segment->capacity * each;
 }
 
 static char *values_of(const trunk_job *job, const pllm_segment *segment, int64_t row, int64_t layer, int64_t head) {
-    const head_shape *shape = shape_of(job, layer);
     if (job->trunk->latent_values) return NULL;
-    return (char *)segment->values[shape->kind] + row * segment->value_stride[shape->kind] +
-           head_start(job, segment, layer, head, cached_bytes(job->trunk->cache_dtype, shape->value_width));
+    return kept_values(job, segment, row, shape_of(job, layer)->kind, head_of(job, layer, head));
 }
 
 /* Multiplies `x` by a symmetric orthogonal matrix: Hadamard matrices, as large as `width` allows, along its diagonal. Done
@@ -148,15 +149,15 @@ static void store_packed(const float *from, uint8_t *to, uint16_t *scales, int64
     }
 }
 
-void pllm_store_key_value(const trunk_job *job, const pllm_group *group, int64_t row, int64_t layer, int64_t head,
+void pllm_store_key_value(const trunk_job *job, const pllm_group *group, int64_t row, int64_t kind, int64_t head,
                           int64_t position, float *key, float *value) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_segment *segment = pllm_segment_of(group, position);
-    const head_shape *shape = shape_of(job, layer);
+    const head_shape *shape = job->shapes + kind;
     const int64_t width = shape->width, value_width = shape->value_width, at = segment->offset + position - segment->start;
     const int64_t lane = at % PLLM_KEY_BLOCK, block = at - lane;
-    char *key_block = keys_of(job, segment, row, layer, head) + block * cached_bytes(trunk->cache_dtype, width);
-    char *value_block = values_of(job, segment, row, layer, head);
+    char *key_block = kept_keys(job, segment, row, kind, head) + block * cached_bytes(trunk->cache_dtype, width);
+    char *value_block = value ? kept_values(job, segment, row, kind, head) : NULL;
     if (value) value_block += block * cached_bytes(trunk->cache_dtype, value_width);
     if (trunk->cache_dtype == PLLM_F32) {
         float *keys = (float *)key_block + lane;
@@ -207,7 +208,7 @@ static void add_key_value(const trunk_job *job, const pllm_group *group, const f
     ready_head(job, shape, value_width, value, values + head * value_width, weights->value_bias, NULL, 0, head, 0);
     if (weights->value_norm) job->set->norm(value, weights->value_norm, trunk->epsilon, value_width);
     for (int64_t d = 0; trunk->value_scale != 1 && d < value_width; d++) value[d] *= trunk->value_scale;
-    pllm_store_key_value(job, group, row, layer, head, position, key, value);
+    pllm_store_key_value(job, group, row, shape->kind, head_of(job, layer, head), position, key, value);
 }
 
 static void ready_query(const trunk_job *job, const pllm_group *group, float *to, const float *qkv, int64_t layer,
@@ -288,6 +289,39 @@ static void reset(const own_area *own, int64_t count, int64_t width, const float
     for (int64_t i = 0; i < count * width; i++) own->sum[i] = 0;
 }
 
+/* What `count` queries of a key/value head have gathered, from position `first` of the pass on, into job->attended. */
+static void finish(const trunk_job *job, const own_area *own, int64_t layer, int64_t head, int64_t first, int64_t count) {
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t width = shape->value_width, group = shape->group;
+    for (int64_t i = 0; i < count; i++) {
+        float *to = job->attended + (first + i / group) * shape->joined + (head * group + i % group) * width;
+        const float by = 1.0F / own->total[i];
+        for (int64_t d = 0; d < width; d++) to[d] = own->sum[i * width + d] * by;
+        pllm_turn(job->trunk, to, width);
+        gate_head(job, layer, job->qkv + (first + i / group) * job->projected, head * group + i % group, to);
+    }
+}
+
+/* Attention of position `index` of a prompt to what it has chosen. */
+static void attend_chosen(const trunk_job *job, const own_area *own, int64_t layer, int64_t index) {
+    const pllm_trunk *trunk = job->trunk;
+    const head_shape *shape = shape_of(job, layer);
+    pllm_gather(job, layer, index, 0, trunk->index_top, own->gathered);
+    reset(own, shape->heads, shape->value_width, NULL, shape->group);
+    for (int64_t i = 0; i < shape->heads; i++) {
+        own->queries[i] = job->qkv + index * job->projected + i * shape->query;
+        own->low[i] = 0;
+        own->high[i] = trunk->index_top;
+    }
+    const attention a = {.queries = own->queries, .low = own->low, .high = own->high, .keys = own->gathered,
+                         .scores = own->scores, .packed_queries = own->packed_queries,
+                         .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
+                         .maximum = own->maximum, .total = own->total, .sum = own->sum, .count = shape->heads,
+                         .width = shape->width, .value_width = shape->value_width, .last = trunk->index_top, .dtype = trunk->cache_dtype, .cap = trunk->scores_cap};
+    job->set->attend(&a);
+    finish(job, own, layer, 0, index, shape->heads);
+}
+
 static void attend_block(const trunk_job *job, const own_area *own, int64_t layer, int64_t head, int64_t first,
                          int64_t last) {
     const pllm_trunk *trunk = job->trunk;
@@ -324,26 +358,55 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
                              .width = shape->width, .value_width = width, .first = from + shift, .last = to + shift, .dtype = trunk->cache_dtype, .cap = trunk->scores_cap};
         job->set->attend(&a);
     }
-    for (int64_t i = 0; i < count; i++) {
-        float *to = job->attended + (first + i / group) * shape->joined + (head * group + i % group) * width;
-        const float by = 1.0F / own->total[i];
-        for (int64_t d = 0; d < width; d++) to[d] = own->sum[i * width + d] * by;
-        pllm_turn(trunk, to, width);
-        gate_head(job, layer, job->qkv + (first + i / group) * job->projected, head * group + i % group, to);
-    }
+    finish(job, own, layer, head, first, count);
 }
 
 void pllm_attend_prompt(const trunk_job *job, const own_area *own, int64_t layer) {
     const head_shape *shape = shape_of(job, layer);
-    const int64_t heads = shape->key_value_heads, blocks = divided_up(job->positions, shape->block);
+    const int64_t whole = pllm_unchosen(job), chosen = job->positions - whole;
+    const int64_t heads = shape->key_value_heads, blocks = divided_up(whole, shape->block);
     /* Later blocks see more and take longer: they go first. */
-    for (int64_t task; !pllm_pool_stopped(job->pool) && (task = pllm_pool_next(job->pool)) < heads * blocks;) {
+    for (int64_t task; !pllm_pool_stopped(job->pool) && (task = pllm_pool_next(job->pool)) < chosen + heads * blocks;) {
+        if (task < chosen) {
+            attend_chosen(job, own, layer, whole + task);
+            continue;
+        }
+        task -= chosen;
         const int64_t block = blocks - 1 - task / heads, first = block * shape->block;
-        attend_block(job, own, layer, task % heads, first, MIN(first + shape->block, job->positions));
+        attend_block(job, own, layer, task % heads, first, MIN(first + shape->block, whole));
     }
 }
 
 /* ---- One position per row --------------------------------------------------------------------------------- */
+
+/* The keys that rows of a group have chosen, as a group of their own. */
+typedef struct gathered_keys {
+    trunk_job job;
+    pllm_group group;
+    pllm_segment segment;
+} gathered_keys;
+
+/* The keys that queries see, and the last position among them. */
+typedef struct seen_by {
+    const trunk_job *job;
+    const pllm_group *group;
+    int64_t at;
+} seen_by;
+
+/* What the queries of a group's rows at a position see: the group's keys up to there, or those that they have chosen.
+   `place`: of the first row in job->gathered. */
+static seen_by seen_at(const trunk_job *job, const pllm_group *group, int64_t place, int64_t at, gathered_keys *gathered) {
+    const int64_t top = job->trunk->index_top;
+    if (!job->picked || at < top) return (seen_by){job, group, at};
+    gathered->segment = (pllm_segment){.keys = {job->gathered + place * job->gathered_bytes},
+                                       .key_stride = {group->rows > 1 ? job->gathered_bytes : 0},
+                                       .capacity = divided_up(top, PLLM_KEY_BLOCK) * PLLM_KEY_BLOCK,
+                                       .count = top};
+    gathered->group = (pllm_group){.segments = &gathered->segment, .segment_count = 1, .rows = group->rows};
+    gathered->job = *job;
+    gathered->job.keys_are_gathered = 1;
+    return (seen_by){&gathered->job, &gathered->group, top - 1};
+}
 
 /* The chunk after `previous` (NULL: the first), of what a query at `at` sees; 0 at the end. */
 static int next_chunk(const trunk_job *job, const pllm_group *group, int64_t layer, int64_t at, int64_t first,
@@ -439,17 +502,20 @@ void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, 
     int64_t before = 0, task = pllm_pool_next(job->pool), row = 0;
     for (int64_t i = 0; i < job->pass->group_count; i++) {
         const pllm_group *group = job->pass->groups + i;
-        attend_position(job, own, group, layer, qkv + row * job->projected, group->start + step, stored, row, &before,
-                        &task);
+        gathered_keys gathered;
+        seen_by seen = seen_at(job, group, row, group->start + step, &gathered);
+        attend_position(seen.job, own, seen.group, layer, qkv + row * job->projected, seen.at, stored, row, &before, &task);
         row += group->rows;
     }
 }
 
 void pllm_attend_steps(const trunk_job *job, const own_area *own, int64_t layer) {
     int64_t before = 0, task = pllm_pool_next(job->pool);
-    for (int64_t i = 0; i < job->positions; i++)
-        attend_position(job, own, job->pass->groups, layer, job->qkv + i * job->projected, job->pass->groups->start + i, 1,
-                        i, &before, &task);
+    for (int64_t i = 0; i < job->positions; i++) {
+        gathered_keys gathered;
+        seen_by seen = seen_at(job, job->pass->groups, i, job->pass->groups->start + i, &gathered);
+        attend_position(seen.job, own, seen.group, layer, job->qkv + i * job->projected, seen.at, 1, i, &before, &task);
+    }
 }
 
 /* Joins the parts of rows first..last) of a group at a position, whose first row is at `place` among the parts. */
@@ -488,14 +554,19 @@ void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64
     int64_t row = 0;
     for (int64_t i = 0; i < job->pass->group_count; i++) {
         const pllm_group *group = job->pass->groups + i;
-        join(job, group, layer, qkv + row * job->projected, group->start + step, MAX(first - row, 0),
+        gathered_keys gathered;
+        seen_by seen = seen_at(job, group, row, group->start + step, &gathered);
+        join(seen.job, seen.group, layer, qkv + row * job->projected, seen.at, MAX(first - row, 0),
              MIN(last - row, group->rows), row, to + row * shape_of(job, layer)->joined);
         row += group->rows;
     }
 }
 
 void pllm_join_steps(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *to) {
-    for (int64_t i = first; i < last; i++)
-        join(job, job->pass->groups, layer, job->qkv + i * job->projected, job->pass->groups->start + i, 0, 1, i,
+    for (int64_t i = first; i < last; i++) {
+        gathered_keys gathered;
+        seen_by seen = seen_at(job, job->pass->groups, i, job->pass->groups->start + i, &gathered);
+        join(seen.job, seen.group, layer, job->qkv + i * job->projected, seen.at, 0, 1, i,
              to + i * shape_of(job, layer)->joined);
+    }
 }

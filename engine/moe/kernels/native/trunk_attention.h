@@ -44,6 +44,8 @@ typedef struct own_area {
     float *delta_decays, *delta_decayed; /* the same: decays of keys, and keys times those; with PLLM_KDA alone */
     float *latent_rank; /* as trunk_job's, of few positions */
     void *latent_input; /* of one head of all positions */
+    float *index_scores; /* of all positions that a prompt's token may see */
+    void *gathered;      /* the keys that it has chosen */
 } own_area;
 
 /* A kind of heads, and what follows from it. */
@@ -84,11 +86,23 @@ typedef struct trunk_job {
     float *gated;     /* [positions, own_width] */
     float *h, *normed, *qkv, *attended, *out, *shared_out, *router, *weights, *shared_weights;
     float *narrow, *narrow_sum; /* [positions, narrow.rows]: what experts read, and their weighted sum, where they have such */
-    float *latent_rows;    /* [positions, latent_stride]: results of pllm_latent's down, and of the first matrix of queries */
+    float *latent_rows;    /* [positions, latent_stride]: results of pllm_latent's down, of the first matrix of queries, and
+                              of an indexer's key and weights */
     float *latent_rank;    /* [positions, latent_rank]: those of query_down, normed */
-    float *latent_queries; /* [positions, heads * (plain + rotated)]; without query_down they are in latent_rows */
+    float *latent_queries; /* [positions, latent_query_stride]: heads * (plain + rotated), and an indexer's; without
+                              query_down they are in latent_rows */
     float *latent_values;  /* [positions, heads * value width] */
-    int64_t latent_stride;
+    int64_t latent_stride, latent_index; /* columns of latent_rows, and that from which on they are an indexer's key and
+                                            weights */
+    int64_t latent_query_stride;
+    int32_t *picked;      /* [positions, index_top]: what each position that does not see all has chosen, ascending; kept
+                             from layer to layer. NULL: all see all */
+    float *index_scores;  /* [chosen_rows, index_length] */
+    int64_t index_length; /* positions of the longest row */
+    char *gathered;       /* [chosen_rows], gathered_bytes each: the keys that were chosen, as in a page */
+    int64_t chosen_rows;  /* positions whose attention is in parts, at most */
+    int64_t gathered_bytes;
+    int32_t keys_are_gathered; /* pages hold the keys of one layer alone */
     int32_t *indices, *zeros;
     void *input, *experts;
     float *part_maximum, *part_total, *part_sum; /* [key/value head][chunk][row * group + i]([value_width]) */
@@ -156,9 +170,15 @@ int64_t pllm_chunk_limit(int64_t positions);
 
 /* Turns a query, or what attention has gathered, as the cache's keys and values are turned, if they are. */
 void pllm_turn(const pllm_trunk *trunk, float *x, int64_t width);
-/* A key and its value of a group's row into the cache; both are rounded in place on the way. `value` NULL: the key is
-   the value. */
-void pllm_store_key_value(const trunk_job *job, const pllm_group *group, int64_t row, int64_t layer, int64_t head,
+/* Keys of a row's head in a page. `head`: counted over all layers of the kind. */
+static inline char *kept_keys(const trunk_job *job, const pllm_segment *segment, int64_t row, int64_t kind, int64_t head) {
+    const int64_t each = cached_bytes(job->trunk->cache_dtype, job->shapes[kind].width);
+    return (char *)segment->keys[kind] + row * segment->key_stride[kind] + head * segment->capacity * each;
+}
+
+/* A key and its value of a group's row into the cache, of a `head` as kept_keys counts it; both are rounded in place on
+   the way. `value` NULL: the key is the value. */
+void pllm_store_key_value(const trunk_job *job, const pllm_group *group, int64_t row, int64_t kind, int64_t head,
                           int64_t position, float *key, float *value);
 /* Adds keys and values of all positions of the (only) row to the cache, and makes their queries ready in
    place, from `first_query` on. No barrier. */
@@ -188,6 +208,28 @@ void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t laye
 /* The heads' values of `rows` rows, from what attention has gathered to job->latent_values. Takes heads with
    pllm_pool_next. */
 void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t rows);
+
+/* Where the angles of row `index` of the pass are, or of token `index` of its only row. */
+static inline int64_t angles_at(const pllm_pass *pass, int64_t index) {
+    return pass->tokens > 1 ? index : group_of(pass, &index) - pass->groups;
+}
+/* Positions of a prompt that see all before them: the first ones. */
+static inline int64_t pllm_unchosen(const trunk_job *job) {
+    const int64_t seen = job->trunk->index_top - job->pass->groups->start;
+    return job->picked ? MAX(MIN(seen, job->positions), 0) : job->positions;
+}
+/* Indexers' keys of positions first..last) into the cache. `scratch`: floats of a head. */
+void pllm_index_keys(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *scratch);
+/* What each position of a prompt from `first` on sees, into job->picked. Takes tasks with pllm_pool_next. */
+void pllm_choose_prompt(const trunk_job *job, const own_area *own, int64_t layer, int64_t first);
+/* The same of few positions from `first` on, whose attention is in parts, in two pieces with a barrier after each: scores
+   into job->index_scores, and the choice. Both take tasks with pllm_pool_next. */
+void pllm_score_rows(const trunk_job *job, const own_area *own, int64_t layer, int64_t first);
+void pllm_choose_rows(const trunk_job *job, int64_t first);
+/* Those positions' chosen keys into job->gathered. Takes tasks with pllm_pool_next. */
+void pllm_gather_rows(const trunk_job *job, int64_t layer, int64_t first);
+/* Chosen keys begin..end) of a position of the pass to `to`; `begin` is a multiple of PLLM_KEY_BLOCK. */
+void pllm_gather(const trunk_job *job, int64_t layer, int64_t index, int64_t begin, int64_t end, char *to);
 
 /* A thread's share of the numbers of a short convolution: from job->qkv [positions, projected] (the three parts) to
    job->attended [positions, hidden]. */

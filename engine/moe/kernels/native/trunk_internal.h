@@ -67,6 +67,8 @@ typedef struct trunk_set {
     void (*store)(void *to, const float *from, int64_t count, int dtype);
     void (*load)(float *to, const void *from, float scale, int64_t count, int dtype);
     void (*attend)(const attention *a);
+    /* to [last - first] = the sum over the queries of weight * max(0, query * key), of positions a->first..a->last). */
+    void (*index)(const attention *a, const float *weights, float *to);
     /* x *= sigmoid(gate) */
     void (*gate)(float *x, const float *gate, int64_t count);
     /* to = SiLU of the sum of taps[i] * kernel[i], i from `first` on, and of `bias` if there is one; `stride` from one tap's

@@ -16,11 +16,6 @@ void pllm_latent_norm_rank(const trunk_job *job, int64_t layer, int64_t first, i
     }
 }
 
-/* Where the angles of row `index` of the pass are, or of token `index` of its only row. */
-static int64_t angles_at(const pllm_pass *pass, int64_t index) {
-    return pass->tokens > 1 ? index : group_of(pass, &index) - pass->groups;
-}
-
 /* The part of a head that is rotated, by the angles at `step`, and scaled. */
 static void rotate(const trunk_job *job, float *to, const float *from, int64_t step, float scale) {
     const head_shape *shape = job->shapes;
@@ -39,7 +34,8 @@ void pllm_latent_keys(const trunk_job *job, int64_t layer, int64_t first, int64_
         rotate(job, scratch, down + count, angles_at(job->pass, index), 1.0F);
         memcpy(scratch + rotated, down, (size_t)count * 4);
         job->set->norm(scratch + rotated, trunk->layers[layer].latent->norm, trunk->latent_epsilon, count);
-        pllm_store_key_value(job, group, row, layer, 0, group->start + (job->pass->tokens > 1 ? index : 0), scratch, NULL);
+        pllm_store_key_value(job, group, row, 0, trunk->layers[layer].place, position_at(job->pass, index), scratch,
+                             NULL);
     }
 }
 
@@ -57,7 +53,7 @@ void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t laye
     const pllm_latent *latent = trunk->layers[layer].latent;
     const int64_t width = trunk->kinds[0].width, rotated = trunk->kinds[0].rotated;
     const int64_t plain = trunk->latent_plain, each = plain + rotated;
-    const int64_t stride = trunk->latent_rank ? trunk->heads * each : job->latent_stride;
+    const int64_t stride = trunk->latent_rank ? job->latent_query_stride : job->latent_stride;
     const float *growth = trunk->layers[layer].grown ? job->pass->query_scale : NULL;
     const float *queries = trunk->latent_rank ? job->latent_queries : job->latent_rows + width;
     queries += first * stride;

@@ -171,6 +171,10 @@ size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
         own->latent_rank = take(&at, few * trunk->latent_rank, 4);
         own->latent_input = take(&at, 1, pllm_input_bytes(job->positions, MAX(trunk->latent_plain, width)));
     }
+    if (job->picked && job->pass->tokens > 1 && !job->pass->as_steps) {
+        own->index_scores = take(&at, job->index_length, 4);
+        own->gathered = take(&at, job->gathered_bytes, 1);
+    }
     /* A page apart, so that threads never write into each other's. */
     return (size_t)(at - base) + 4096;
 }
@@ -213,7 +217,9 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     }
     for (int64_t i = 0; i < pass->group_count; i++) {
         const pllm_group *group = pass->groups + i;
-        job->chunk_limit = MAX(job->chunk_limit, pllm_chunk_limit(group->start + pass->tokens) + group->segment_count);
+        const int64_t length = group->start + pass->tokens;
+        job->chunk_limit = MAX(job->chunk_limit, pllm_chunk_limit(length) + group->segment_count);
+        job->index_length = MAX(job->index_length, length);
     }
     job->part_rows = pass->as_steps ? positions : pass->rows;
     const int64_t parts = most_heads(trunk) * job->chunk_limit * job->part_rows;
@@ -249,12 +255,23 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     job->input = take(&at, 1, pllm_input_bytes(positions, widest_input(trunk)));
     job->experts = take(&at, 1, shared);
     if (trunk->latent_values) {
+        const pllm_heads *index = trunk->kinds + 1;
         const int64_t queries = trunk->heads * (trunk->latent_plain + trunk->kinds[0].rotated);
-        job->latent_stride = trunk->kinds[0].width + (trunk->latent_rank ? trunk->latent_rank : queries);
+        job->latent_index = trunk->kinds[0].width + (trunk->latent_rank ? trunk->latent_rank : queries);
+        job->latent_stride = job->latent_index + (trunk->index_top ? index->width + index->heads : 0);
+        job->latent_query_stride = queries + (trunk->index_top ? index->heads * index->width : 0);
         job->latent_rows = take(&at, positions * job->latent_stride, 4);
         job->latent_rank = take(&at, many * trunk->latent_rank, 4);
-        job->latent_queries = take(&at, trunk->latent_rank ? positions * queries : 0, 4);
+        job->latent_queries = take(&at, trunk->latent_rank ? positions * job->latent_query_stride : 0, 4);
         job->latent_values = take(&at, positions * trunk->heads * trunk->latent_values, 4);
+    }
+    if (trunk->index_top && job->index_length > trunk->index_top) {
+        const int64_t kept = divided_up(trunk->index_top, PLLM_KEY_BLOCK) * PLLM_KEY_BLOCK;
+        job->chosen_rows = pass->tokens == 1 || pass->as_steps ? positions : 1;
+        job->gathered_bytes = (int64_t)aligned((size_t)(kept * cached_bytes(trunk->cache_dtype, trunk->kinds[0].width)));
+        job->picked = take(&at, positions * trunk->index_top, 4);
+        job->index_scores = take(&at, job->chosen_rows * job->index_length, 4);
+        job->gathered = take(&at, job->chosen_rows * job->gathered_bytes, 1);
     }
     job->part_maximum = take(&at, parts, 4);
     job->part_total = take(&at, parts, 4);

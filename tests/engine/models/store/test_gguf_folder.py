@@ -281,6 +281,23 @@ def test_latent_attention_or_routing_that_does_not_run_is_refused(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        ({"expert_gating_func": 1}, "routes by the function 1"),
+        ({"attention.indexer.types": 1}, r"attention\.indexer\.types is 1, not 0 or 1 for each of 2 layers"),
+        ({"attention.indexer.top_k": 0}, r"its attention\.indexer\.top_k is 0"),
+        ({"attention.indexer.key_length": 64}, r"indexer\.attn_q_b\.weight has the shape"),
+    ],
+)
+def test_indexers_that_cannot_be_are_refused(
+    tmp_path: Path, sources: Callable[[str], Path], extra: dict[str, Any], message: str
+) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", sources("glm_moe_dsa"), "glm-dsa", extra=extra)
+    with pytest.raises(ModelError, match=message):
+        open_gguf(path, quiet)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
         ({"ssm.group_count": 3}, "over 3 key heads, which do not fit together"),
         ({"ssm.inner_size": 33}, "value heads of 33 values in all over"),
         ({"rope.dimension_sections": 5}, r"rope\.dimension_sections is 5, not a list of numbers"),

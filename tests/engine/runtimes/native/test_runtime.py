@@ -176,6 +176,8 @@ def changed(folder: Path, **settings: Any) -> Path:
         ("deepseek_v2", {"kv_lora_rank": 15}, "15 for kv_lora_rank, which must be even"),
         ("glm4_moe", {"n_group": 3, "topk_group": None}, "3 experts out of 1 of 3 groups of 8 experts"),
         ("glm4_moe", {"n_group": 200, "topk_group": None}, "3 experts out of 1 of 200 groups of 8 experts"),
+        ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "of which the first must be 'full'"),
+        ("deepseek_v32", {"index_topk": 0}, "0 for index_topk"),
         ("deepseek_v3", {"n_group": None}, "3 experts out of 2 of 8 groups of 8 experts"),
         ("deepseek_v2", {"num_experts_per_tok": None}, "does not say num_experts_per_tok"),
         ("gemma4_text", {"rope_parameters": {"sliding_attention": 7}}, "7 for the rotary embeddings of layers with s"),

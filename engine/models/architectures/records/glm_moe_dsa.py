@@ -1,0 +1,96 @@
+"""GLM-5 to 5.3, whose queries see the positions that an indexer chooses, which several layers may share."""
+
+from typing import Any
+
+from engine.errors import ModelError, damaged, shown
+from engine.models.architectures import gguf_latent
+from engine.models.architectures.config_values import whole_number
+from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.layer_rules import check_kinds, sparse_layers
+from engine.models.architectures.parts import GROUPED, QWEN
+from engine.models.architectures.record import Config, DecoderRecord, Family, GgufRecord, MoeRecord
+
+_FULL, _SHARED = "full", "shared"
+_LETTERS = {"F": _FULL, "S": _SHARED}
+_LONG_CONTEXT = 1_048_576
+"""Context from which on files that name no indexers share them, as GLM-5.2 does."""
+
+
+def _with_indexers(config: Config, layers: int) -> list[int]:
+    """The layers that have an indexer of their own. Raises ModelError if the first layer has none."""
+    named = config.get("indexer_types")
+    pattern = config.get("index_topk_pattern")
+    if named is None and isinstance(pattern, str):
+        named = [_LETTERS.get(letter, letter) for letter in pattern]
+    if named is None:
+        named = pattern
+    if named is None:
+        every, first = (
+            whole_number(config, key, default=default, minimum=0)
+            for key, default in (("index_topk_freq", 1), ("index_skip_topk_offset", 2))
+        )
+        return [layer for layer in range(layers) if max(layer - first + 1, 0) % max(every, 1) == 0]
+    found = [i for i, kind in enumerate(check_kinds(named, layers, (_FULL, _SHARED), "indexer_types")) if kind == _FULL]
+    if 0 not in found:
+        raise damaged(f"config.json gives {shown(named)} for indexer_types, of which the first must be {_FULL!r}")
+    return found
+
+
+def _settings(metadata: Metadata) -> dict[str, Any]:
+    found = gguf_latent.indexed_settings(metadata)
+    kinds, layers = metadata.get("attention.indexer.types"), found["num_hidden_layers"]
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (0, 1) for kind in kinds):
+            raise ModelError(
+                f"{metadata.file.path} is damaged: its attention.indexer.types is {shown(kinds)}, not 0 or 1 for each "
+                f"of {layers} layers; download it again."
+            )
+        return found | {"indexer_types": [_FULL if kind else _SHARED for kind in kinds[:layers]]}
+    if metadata.number("context_length") >= _LONG_CONTEXT:
+        return found | {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+    return found
+
+
+FAMILIES = (
+    Family(
+        "glm_moe_dsa",
+        defaults={
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "q_lora_rank": 2048,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 3,
+            "index_topk": 2048,
+            "index_head_dim": 128,
+            "index_n_heads": 32,
+        },
+        decoder=DecoderRecord(
+            latents=True, index_width="index_head_dim", index_layers=_with_indexers, index_interleaved=True
+        ),
+        moe=MoeRecord(
+            QWEN,
+            GROUPED,
+            shared="plain",
+            layers=sparse_layers(lambda config: whole_number(config, "first_k_dense_replace", minimum=0)),
+            count_key="n_routed_experts",
+            ffn_key="moe_intermediate_size",
+        ),
+        extra_layers=True,
+        gguf=GgufRecord(
+            "glm-dsa",
+            "GlmMoeDsaForCausalLM",
+            settings=_settings,
+            own_heads=True,
+            yarn=gguf_latent.yarn,
+            mixer=gguf_latent.indexed_shapes(_with_indexers),
+        ),
+    ),
+)
