@@ -256,8 +256,9 @@ class Host:
                         self._answer_together(task)
                     else:
                         self._full = True
-                        self._finish(task)
+                        event = self._answer(task)
                         self._full = False
+                        self._tell_last(task, event)
                     self._model.keep_prefixes(lambda: tasks.waiting() > 0)
             else:
                 self._finish(task)
@@ -286,10 +287,15 @@ class Host:
         assert isinstance(request, Generate)
         scheduler.add(
             self._answering_program(task, request),
-            lambda event: self._tell_last(task, event),
-            lambda error: self._tell_last(task, _failed(task, error)),
+            lambda event: self._answered(task, event),
+            lambda error: self._answered(task, _failed(task, error)),
             first=not request.client,
         )
+
+    def _answered(self, task: Task, event: AnyEvent) -> None:
+        # Who asks as soon as it is told finds room for one more.
+        self._full = False
+        self._tell_last(task, event)
 
     def _answering_program(self, task: Task, request: Generate) -> Program[AnyEvent]:
         from engine.session.session import cancelled_answer

@@ -44,7 +44,7 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryWanted:
     """``nbytes`` of memory for keys and values, before they are taken.
 
     The program goes on when they fit beside those of others, or when no other is left. ``cancelled``: whether it goes
@@ -64,7 +64,7 @@ class Together:
     programs: Sequence[Program[Any]]
 
 
-Work: TypeAlias = Reading | Decoding | Room | Together
+Work: TypeAlias = Reading | Decoding | MemoryWanted | Together
 Outcome: TypeAlias = Logits | int | list[Any] | None
 _T = TypeVar("_T")
 Program: TypeAlias = Generator[Work, Outcome, _T]

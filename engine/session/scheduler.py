@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from engine.generation.programs import Decoding, Outcome, Program, Reading, Room, Together, Work
+from engine.generation.programs import Decoding, MemoryWanted, Outcome, Program, Reading, Together, Work
 from engine.runtimes.protocol import LoadedModel, TokenRows
 
 READING_SHARE = 0.5
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class _Running:
+class _RunningProgram:
     """A program that waits for ``work``."""
 
     program: Program[Any]
@@ -56,7 +56,7 @@ class Scheduler:
         self._model = model
         self._memory = memory
         self._clock = clock
-        self._running: list[_Running] = []
+        self._running: list[_RunningProgram] = []
         self._ahead: TokenRows | None = None
         """Rows in which the runtime may have begun a step ahead."""
         self._reading_s = self._decoding_s = 0.0
@@ -81,9 +81,9 @@ class Scheduler:
 
         ``first``: its prompt is read before those of programs without it.
         """
-        self._begin(_Running(program, returned, failed, first, served=self._readings))
+        self._begin(_RunningProgram(program, returned, failed, first, served=self._readings))
 
-    def _begin(self, running: _Running) -> None:
+    def _begin(self, running: _RunningProgram) -> None:
         self._running.append(running)
         self._resume(running, None)
 
@@ -109,13 +109,13 @@ class Scheduler:
         else:
             self._decode()
 
-    def _waiting_for(self, kind: type[Work]) -> list[_Running]:
+    def _waiting_for(self, kind: type[Work]) -> list[_RunningProgram]:
         return [each for each in self._running if isinstance(each.work, kind)]
 
     def _give_room(self) -> None:
-        for running in self._waiting_for(Room):
+        for running in self._waiting_for(MemoryWanted):
             room = running.work
-            assert isinstance(room, Room)
+            assert isinstance(room, MemoryWanted)
             promised = [each.promised for each in self._running if each.promised]
             if not promised or room.cancelled() or room.nbytes + sum(promised) <= self._memory():
                 running.promised = room.nbytes
@@ -124,7 +124,7 @@ class Scheduler:
                 running.told = True
                 room.waits()
 
-    def _next_reading(self) -> _Running | None:
+    def _next_reading(self) -> _RunningProgram | None:
         """The program whose prompt is read next: those that are first, and of them the one that waits longest."""
         return min(self._waiting_for(Reading), key=lambda each: (not each.first, each.served), default=None)
 
@@ -132,7 +132,7 @@ class Scheduler:
         return self._reading_s * (1 - READING_SHARE) <= self._decoding_s * READING_SHARE
 
     def _decode(self) -> None:
-        begun, batch, rows = self._clock(), list[_Running](), 0
+        begun, batch, rows = self._clock(), list[_RunningProgram](), 0
         for running in self._waiting_for(Decoding):
             count = len(_decoding(running).tokens)
             if batch and rows + count > self._model.rows_together:
@@ -144,7 +144,7 @@ class Scheduler:
             self._step(batch)
         self._decoding_s += self._clock() - begun
 
-    def _step(self, batch: Sequence[_Running]) -> None:
+    def _step(self, batch: Sequence[_RunningProgram]) -> None:
         """Run the next step of each of ``batch`` in one pass."""
         works = [_decoding(running) for running in batch]
 
@@ -158,7 +158,8 @@ class Scheduler:
 
     def _single_step(self, work: Decoding) -> Outcome:
         """Run ``work``. A token is chosen where the logits are only if no other program's passes come between."""
-        alone = work.sampler is not None and len(self._running) == 1
+        others = [running for running in self._running if not isinstance(running.work, Together)]
+        alone = work.sampler is not None and len(others) == 1
         self._settle(work.rows if alone else None)
         if alone and work.sampler is not None:
             chosen = work.rows.step_choosing(work.tokens[0], work.sampler)
@@ -172,7 +173,7 @@ class Scheduler:
             self._ahead.settle()
         self._ahead = rows
 
-    def _read(self, running: _Running) -> None:
+    def _read(self, running: _RunningProgram) -> None:
         work, begun = running.work, self._clock()
         assert isinstance(work, Reading)
         self._readings += 1
@@ -201,7 +202,7 @@ class Scheduler:
         self._run([running], pass_over)
         self._reading_s += self._clock() - begun
 
-    def _run(self, batch: Sequence[_Running], run: Callable[[], Sequence[Outcome]]) -> None:
+    def _run(self, batch: Sequence[_RunningProgram], run: Callable[[], Sequence[Outcome]]) -> None:
         """Run the pass that all of ``batch`` wait for, and each program with its outcome up to its next one."""
         for running in batch:
             running.work = None
@@ -215,7 +216,7 @@ class Scheduler:
             if running in self._running:  # one that failed may have ended others
                 self._resume(running, outcome)
 
-    def _resume(self, running: _Running, outcome: Outcome | BaseException) -> None:
+    def _resume(self, running: _RunningProgram, outcome: Outcome | BaseException) -> None:
         # A program switches the recorder on for its own passes and reads what was measured of them.
         recorder = self._model.recorder
         recorder.enabled = running.measured
@@ -233,10 +234,10 @@ class Scheduler:
         if isinstance(running.work, Together):
             self._branch(running, running.work.programs)
 
-    def _branch(self, parent: _Running, programs: Sequence[Program[Any]]) -> None:
+    def _branch(self, parent: _RunningProgram, programs: Sequence[Program[Any]]) -> None:
         """Run ``programs`` for ``parent``, which goes on when they have ended."""
         results: dict[int, Any] = {}
-        branches: list[_Running] = []
+        branches: list[_RunningProgram] = []
 
         def returned(index: int, result: Any) -> None:
             results[index] = result
@@ -255,19 +256,19 @@ class Scheduler:
 
         for index, program in enumerate(programs):
             branches.append(
-                _Running(program, partial(returned, index), failed, parent.first, self._readings, top=False)
+                _RunningProgram(program, partial(returned, index), failed, parent.first, self._readings, top=False)
             )
         for branch in list(branches):
             if branches:  # none has failed
                 self._begin(branch)
 
-    def _end(self, running: _Running, tell: Callable[[], None]) -> None:
+    def _end(self, running: _RunningProgram, tell: Callable[[], None]) -> None:
         self._running.remove(running)
         self._ahead = None
         self._model.recorder.enabled = False
         tell()
 
 
-def _decoding(running: _Running) -> Decoding:
+def _decoding(running: _RunningProgram) -> Decoding:
     assert isinstance(running.work, Decoding)
     return running.work

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.errors import Cancelled, ModelError
 from engine.generation.beams import BeamRule, BeamRun, BeamState, Hypothesis, check_beams
-from engine.generation.programs import Program, Room
+from engine.generation.programs import MemoryWanted, Program
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.generation.sampling import Logprobs, NotNumbersError, SamplingRule, TokenGuide, sampling_rule, usual_limit
 from engine.generation.text import StopStrings, first_stop
@@ -266,7 +266,7 @@ class Session:
         cache = TurnCache(self._cache, self._model, turn, self.prefill_chunk, repeatable, self._look)
         self._turns += 1
         try:
-            yield Room(
+            yield MemoryWanted(
                 self._likely_bytes(request, len(prompt), most),
                 turn.cancelled,
                 lambda: emit(Progress(id=request.id, stage="waiting for other answers")),

@@ -19,7 +19,7 @@ from app.attachments.references import Resolved, references, resolve
 from app.chat.controller import ChatController
 from app.chat.state import Entry, Status
 from app.tui.render.attachments import to_be_attached
-from app.tui.render.thumbnails import ROWS, Block, Thumbnails
+from app.tui.render.thumbnails import ROWS, PictureBlock, Thumbnails
 
 MOST_LINES = 5
 """Maximum lines of the line with attachments (``max-height`` in the style sheet)."""
@@ -50,7 +50,7 @@ class AttachmentLine(Static):
         self._count = count
         self._on_counted = on_counted
         self._thumbnails = thumbnails
-        self._block: Block | None = None
+        self._block: PictureBlock | None = None
         self._text = Content()
         self._timer: Timer | None = None
         self._draft = ""

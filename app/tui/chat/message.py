@@ -22,7 +22,7 @@ from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import FENCE, fences, render_plain
 from app.tui.render.rendered import Written
 from app.tui.render.streaming import AnswerPart, GrowingText, Joint, joined
-from app.tui.render.thumbnails import Block, Thumbnails
+from app.tui.render.thumbnails import PictureBlock, Thumbnails
 from app.tui.terminal.application import CopyRequested
 
 _CURSOR = "▍"
@@ -115,7 +115,7 @@ class MessageView(Written, can_focus=True):
         super().__init__(highlighter, classes=f"message {entry.role}")
         self.entry = entry
         self._thumbnails = thumbnails
-        self._pictures: tuple[int, int, Block] | None = None
+        self._pictures: tuple[int, int, PictureBlock] | None = None
         """The width for which pictures were placed, the line where they begin, and them."""
         self._parts: list[AnswerPart] | None = None
         self._thoughts_open = thoughts_open

@@ -27,7 +27,7 @@ from app.tui.terminal.drawn_pictures import (
     kitty_rows,
     sixel_rows,
 )
-from app.tui.terminal.graphics import USUAL_CELL, Cell, Graphics
+from app.tui.terminal.graphics import USUAL_CELL, CellSize, Graphics
 from engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _Key = tuple[str, Fit]
 """The digest of a picture's file, and its size."""
 
 
-class Waiter(Protocol):
+class PictureWaiter(Protocol):
     """A widget that shows pictures."""
 
     @property
@@ -66,7 +66,7 @@ class _Placed:
 
 
 @dataclass(frozen=True)
-class Block:
+class PictureBlock:
     """Pictures side by side."""
 
     placed: tuple[_Placed, ...]
@@ -101,7 +101,7 @@ class Thumbnails:
         self._numbers: dict[_Key, int] = {}
         """The numbers of the pictures that a terminal with kitty's protocol has."""
         self._next = 1 + secrets.randbelow(1 << 23)
-        self._wanted: dict[_Key, tuple[AttachedPicture, list[Waiter]]] = {}
+        self._wanted: dict[_Key, tuple[AttachedPicture, list[PictureWaiter]]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def use(self, graphics: Graphics) -> None:
@@ -125,7 +125,9 @@ class Thumbnails:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def block(self, attachments: Sequence[Attachment], width: int, waiter: Waiter, rows: int = ROWS) -> Block | None:
+    def block(
+        self, attachments: Sequence[Attachment], width: int, waiter: PictureWaiter, rows: int = ROWS
+    ) -> PictureBlock | None:
         """The pictures among ``attachments``, as many as fit in ``width`` columns, in at most ``rows`` lines; None if
         none is drawn.
 
@@ -144,13 +146,13 @@ class Thumbnails:
                 break
             placed.append(_Placed(column, fit, self._rows(attachment.digest, picture, fit, waiter)))
             column += fit.columns + _GAP
-        return Block(tuple(placed)) if placed else None
+        return PictureBlock(tuple(placed)) if placed else None
 
     @property
-    def _cell(self) -> Cell:
+    def _cell(self) -> CellSize:
         return self._graphics.cell or USUAL_CELL
 
-    def _rows(self, digest: str, picture: AttachedPicture, fit: Fit, waiter: Waiter) -> Sequence[Segment]:
+    def _rows(self, digest: str, picture: AttachedPicture, fit: Fit, waiter: PictureWaiter) -> Sequence[Segment]:
         """The rows of ``picture``; none if they are not known yet, or cannot be had."""
         key = digest, fit
         if key in self._known:

@@ -17,7 +17,7 @@ from rich.color import Color
 from rich.segment import Segment
 from rich.style import Style
 
-from app.tui.terminal.graphics import Cell
+from app.tui.terminal.graphics import CellSize
 from engine.pictures.picture import Picture
 
 _PLACEHOLDER = "\U0010eeee"
@@ -50,7 +50,7 @@ class Fit(NamedTuple):
     height: int
 
 
-def fitted(width: int, height: int, cell: Cell, columns: int, rows: int) -> Fit:
+def fitted(width: int, height: int, cell: CellSize, columns: int, rows: int) -> Fit:
     """The size of a picture of ``width`` x ``height`` pixels that is at most ``columns`` x ``rows`` cells, and is not
     made larger."""
     scale = min(1.0, columns * cell.width / width, rows * cell.height / height)
@@ -89,7 +89,7 @@ def kitty_rows(number: int, fit: Fit) -> list[Segment]:
 # --- sixels -----------------------------------------------------------------------------------------------------------
 
 
-def sixel_rows(picture: Picture, cell: Cell) -> list[str]:
+def sixel_rows(picture: Picture, cell: CellSize) -> list[str]:
     """The sequences that draw ``picture``, one for each row of cells, from the row's top left corner on.
 
     Raises ValueError if it has more than :data:`SIXEL_COLOURS` colours.

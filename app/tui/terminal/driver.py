@@ -23,7 +23,7 @@ from textual.message import Message
 from app.text_safety import one_line
 from app.tui.terminal.drawn_pictures import SixelTable
 from app.tui.terminal.graphics import PATIENCE_S as REPORTS_S
-from app.tui.terminal.graphics import Cell, cell_of
+from app.tui.terminal.graphics import CellSize, cell_of
 from app.tui.terminal.keys import KeyParser
 from app.tui.terminal.output import kept_in_place
 
@@ -81,7 +81,7 @@ class TerminalDriver(LinuxDriver):
             self.write(questions)
 
     @property
-    def cell(self) -> Cell | None:
+    def cell(self) -> CellSize | None:
         """The pixels of a cell, if the system knows them."""
         return cell_of(cast(_Output, self._file).fileno())
 

@@ -48,14 +48,14 @@ class TerminalReport(Message):
         self.sequence = sequence
 
 
-class Cell(NamedTuple):
+class CellSize(NamedTuple):
     """Pixels of a character's cell."""
 
     width: int
     height: int
 
 
-USUAL_CELL = Cell(10, 20)
+USUAL_CELL = CellSize(10, 20)
 """The cell that is assumed where it only decides on proportions."""
 
 
@@ -65,7 +65,7 @@ def questions(environment: Mapping[str, str]) -> str:
     return "" if between or environment.get("TERM", "dumb").startswith(_UNABLE) else _QUESTIONS
 
 
-def cell_of(descriptor: int) -> Cell | None:
+def cell_of(descriptor: int) -> CellSize | None:
     """The size of a cell, if the terminal told the system its pixels."""
     try:
         rows, columns, width, height = struct.unpack("HHHH", ioctl(descriptor, termios.TIOCGWINSZ, bytes(8)))
@@ -73,7 +73,7 @@ def cell_of(descriptor: int) -> Cell | None:
         return None
     if not rows or not columns:
         return None
-    cell = Cell(width // columns, height // rows)
+    cell = CellSize(width // columns, height // rows)
     return cell if all(cell) else None
 
 
@@ -84,7 +84,7 @@ class Graphics:
     """
 
     def __init__(self, true_colours: bool = False) -> None:
-        self.cell: Cell | None = None
+        self.cell: CellSize | None = None
         self._true_colours = true_colours
         self._answered: set[Protocol] = set()
 
@@ -104,7 +104,7 @@ class Graphics:
             if answer[1] == "OK":
                 self._answered.add("kitty")
         elif pixels := _CELL.fullmatch(report):
-            cell = Cell(int(pixels[2]), int(pixels[1]))
+            cell = CellSize(int(pixels[2]), int(pixels[1]))
             self.cell = self.cell or (cell if all(cell) else None)
         elif (abilities := _ABILITIES.fullmatch(report)) and "4" in abilities[1].split(";")[1:]:
             self._answered.add("sixel")

@@ -95,7 +95,7 @@ class PassPart:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _WholePass:
     """What the pieces of one pass share. ``seconds`` [layers, parts] of it are added up."""
 
     weights: TrunkWeights
@@ -190,7 +190,7 @@ class NativeModel(LocalModel):
                 before = self._counts() if measured else {}
                 seconds = np.zeros((self._shape.layers, len(PARTS)))
                 with self._workspace(phase) as workspace:
-                    call = _Call(self._weights, phase, workspace, seconds, as_steps)
+                    call = _WholePass(self._weights, phase, workspace, seconds, as_steps)
                     logits = self._pieces(call, parts, want_logits)
                 if measured:
                     self._record(before, seconds)
@@ -229,7 +229,7 @@ class NativeModel(LocalModel):
             if phase == "decode" or kept.nbytes <= max(KEPT_BYTES, KEPT_SHARE * memory().free):
                 self._workspaces.append(kept)
 
-    def _pieces(self, call: _Call, parts: Sequence[PassPart], want_logits: bool) -> Logits | None:
+    def _pieces(self, call: _WholePass, parts: Sequence[PassPart], want_logits: bool) -> Logits | None:
         """Run a long prefill in pieces. Only the last piece gives logits. Nothing is committed here."""
         count, start = len(parts[0].tokens[0]), parts[0].cache.length
         # A step is one call, which nothing ends before its time but a change of the files, and then the model is lost.
@@ -259,7 +259,7 @@ class NativeModel(LocalModel):
 
     def _one_pass(
         self,
-        call: _Call,
+        call: _WholePass,
         inputs: PassInputs,
         groups: Any,
         growth: NDArray[np.float32] | None,
@@ -301,7 +301,7 @@ class NativeModel(LocalModel):
         if lexicon is not None and lexical is not None and states is not None:
             lexicon.keep(lexical, states[1])
 
-    def _run_pass(self, call: _Call, the_pass: Pass, begins: bool) -> None:
+    def _run_pass(self, call: _WholePass, the_pass: Pass, begins: bool) -> None:
         """Run a described pass, here or with the ring, which others may run between its layers."""
         library, layers, weights, address = native(), self._shape.layers, call.weights, ctypes.addressof(the_pass)
         check = self.between_layers if call.phase == "prefill" else None

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.generation.programs import Decoding, Program, Reading, Room, together
+from engine.generation.programs import Decoding, MemoryWanted, Program, Reading, together
 from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load, Prefill, Progress, Sampling, Timing
 from engine.moe.timing import Recorder
@@ -153,11 +153,13 @@ def test_a_cancelled_answer_leaves_the_others(loaded: Loaded) -> None:
     session = loaded.fresh()
     scheduler = session.scheduler()
     answers: dict[int, Finished] = {}
-    steps = [0]
 
     class Impatient(Nobody):
+        asked = 0
+
         def cancelled(self) -> bool:
-            return steps[0] > 5
+            self.asked += 1
+            return self.asked > 6
 
     for number, control in ((0, Nobody()), (1, Impatient())):
         request = Generate(id=number, **QUESTIONS["greedy" if number == 0 else "drawn"])
@@ -165,7 +167,6 @@ def test_a_cancelled_answer_leaves_the_others(loaded: Loaded) -> None:
         scheduler.add(program, lambda found: answers.__setitem__(found.id, found), fail)
     while scheduler.active:
         scheduler.round()
-        steps[0] += 1
     assert told(answers[0]) == loaded.alone["greedy"]
     alone = loaded.alone["drawn"][0]
     assert answers[1].finish_reason == "cancelled" and answers[1].token_ids == alone[: len(answers[1].token_ids)]
@@ -356,7 +357,7 @@ def test_room_is_given_in_turn() -> None:
     scheduler, ended = Scheduler(model, lambda: free[0], model.clock), list[str]()
 
     def asking(name: str, nbytes: int, cancelled: Callable[[], bool] = lambda: False) -> Program[str]:
-        yield Room(nbytes, cancelled, lambda: waits.append(name))
+        yield MemoryWanted(nbytes, cancelled, lambda: waits.append(name))
         return (yield from program(Rows(model, name), steps=3))
 
     for name, nbytes in (("first", 500), ("small", 40), ("large", 70), ("gone", 10**9)):
@@ -380,7 +381,7 @@ def test_a_program_waits_for_its_parts_which_run_at_the_same_time() -> None:
     assert scheduler.active == 1
     run_all(scheduler)
     assert ended == [["a", "b", "c"]]
-    assert model.done == ["a steps", "b steps", "b steps", "b steps", "c steps"]
+    assert model.done == ["a steps", *["b chooses"] * 3, "c chooses"], "chosen there as soon as it is alone"
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -23,11 +23,11 @@ from app.tui.terminal.drawn_pictures import (
     kitty_rows,
     sixel_rows,
 )
-from app.tui.terminal.graphics import Cell
+from app.tui.terminal.graphics import CellSize
 from engine.pictures.picture import Picture
 from tests.support.random_examples import examples
 
-CELL = Cell(10, 20)
+CELL = CellSize(10, 20)
 
 
 def picture_of(height: int, width: int, colours: int = SIXEL_COLOURS, seed: int = 0) -> Picture:
@@ -128,7 +128,7 @@ def test_cells_of_kittys_protocol_name_picture_row_and_column() -> None:
 def test_a_picture_fits_and_keeps_its_proportions(
     width: int, height: int, cell_width: int, cell_height: int, rows: int
 ) -> None:
-    cell = Cell(cell_width, cell_height)
+    cell = CellSize(cell_width, cell_height)
     fit = fitted(width, height, cell, 24, rows)
     assert 1 <= fit.columns <= 24 and 1 <= fit.rows <= rows
     assert 1 <= fit.width <= min(width, fit.columns * cell_width)

@@ -9,7 +9,7 @@ from fcntl import ioctl
 
 import pytest
 
-from app.tui.terminal.graphics import KITTY_QUESTION, REPORT, Cell, Graphics, cell_of, questions
+from app.tui.terminal.graphics import KITTY_QUESTION, REPORT, CellSize, Graphics, cell_of, questions
 
 KITTY, GHOSTTY, FOOT, KONSOLE = (
     f"\x1bP>|{name}\x1b\\" for name in ("kitty(0.35.2)", "ghostty 1.1.3", "foot(1.18)", "Konsole 23.8")
@@ -46,7 +46,7 @@ def told(*reports: str, true_colours: bool = True) -> tuple[Graphics, str]:
 def test_the_protocol_is_what_the_terminal_says(reports: tuple[str, ...], protocol: str | None, asked: str) -> None:
     graphics, more = told(*reports)
     assert (graphics.protocol, more) == (protocol, asked)
-    assert graphics.cell == (Cell(9, 20) if CELL in reports else None)
+    assert graphics.cell == (CellSize(9, 20) if CELL in reports else None)
 
 
 def test_few_colours_cannot_name_kittys_pictures() -> None:
@@ -75,9 +75,9 @@ def test_only_terminals_that_may_draw_are_asked(environment: dict[str, str], ask
 
 
 @pytest.mark.parametrize(
-    ("size", "cell"), [((24, 80, 800, 480), Cell(10, 20)), ((24, 80, 0, 0), None), ((0, 0, 800, 480), None)]
+    ("size", "cell"), [((24, 80, 800, 480), CellSize(10, 20)), ((24, 80, 0, 0), None), ((0, 0, 800, 480), None)]
 )
-def test_the_system_may_know_the_pixels(size: tuple[int, int, int, int], cell: Cell | None) -> None:
+def test_the_system_may_know_the_pixels(size: tuple[int, int, int, int], cell: CellSize | None) -> None:
     master, slave = os.openpty()
     try:
         ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size))
