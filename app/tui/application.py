@@ -240,7 +240,8 @@ class ChatApp(TerminalApp):
         return self.chat is None or self.chat.controller.thread.memory is None
 
     async def action_quit_chat(self) -> None:
-        """Leave. If messages are not saved, warn the first time and stay."""
+        """Leave, at the latest when :attr:`patience_s` is over. If messages are not saved, warn the first time and
+        stay."""
         chat = self.chat
         if chat is None:
             self.exit(0)
@@ -248,6 +249,7 @@ class ChatApp(TerminalApp):
         await chat.controller.settle()
         if chat.controller.unsaved and not self._warned(chat):
             return
+        self.leave_in_time()
         await chat.close()
         self.exit(0)
 

@@ -159,6 +159,7 @@ class LendingApp(TerminalApp):
             self._asking = False
             if not leave:
                 return
+        self.leave_in_time()
         await self.keep()
         self.exit(0)
 

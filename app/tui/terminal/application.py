@@ -202,6 +202,12 @@ class TerminalApp(GuardedApp):
                 status, driver.restore_now if isinstance(driver, TerminalDriver) else lambda: None, self.patience_s
             )
 
+    def leave_in_time(self) -> None:
+        """End the process some seconds from now, although something may wait for ever. Only on a terminal: an
+        application in a larger program ends by itself."""
+        if isinstance(self._driver, TerminalDriver):
+            self.end_in_time(0)
+
     async def _end(self, status: int) -> None:
         try:
             await self.keep()

@@ -138,6 +138,27 @@ def test_a_terminal_that_takes_nothing_more_does_not_keep_the_process(opened: Op
     assert messages(tmp_path)[-1].content == "unended"
 
 
+NEVER_CLOSED = """
+import asyncio
+from app.tui.screens.chat import ChatScreen
+async def close(self):
+    await asyncio.Event().wait()
+ChatScreen.close = close
+"""
+
+
+def test_leaving_ends_although_the_chat_is_never_closed(opened: Open) -> None:
+    """Whatever it waits for when a person leaves, the terminal is given back."""
+    terminal = opened(
+        patience_s=0.5,
+        wrap=lambda python, safe, flag, program, *rest: [python, safe, flag, NEVER_CLOSED + program, *rest],
+    )
+    terminal.until_drawn("ready")
+    terminal.type(b"\x11")
+    assert terminal.end() == 0
+    assert [code for code in GIVEN_BACK if code not in terminal.drawn] == []
+
+
 def test_what_blocks_for_ever_is_ended_all_the_same() -> None:
     program = """
 import threading, time
