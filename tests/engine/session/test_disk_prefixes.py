@@ -24,7 +24,7 @@ from engine.models.store.prefix_files import prefix_folder
 from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel
-from engine.session import disk_prefixes, prefix_cache, stored_prefix
+from engine.session import disk_prefixes, stored_prefix, turn_cache
 from engine.session.passes import PassSequence
 from engine.session.session import Session
 from tests.engine.engine_process import EngineProcess
@@ -154,7 +154,7 @@ def test_an_answer_that_can_be_repeated_does_not_depend_on_the_disk(model: Loade
 def test_a_row_that_forgot_goes_on_after_a_restart_and_is_not_cut_further_back(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_cache, "CUT_BACK_TOKENS", 64)
+    monkeypatch.setattr(turn_cache, "CUT_BACK_TOKENS", 64)
     load = Load(id=1, model="tiny", runtime="mlx", dtype="float32")
     model = runtime_named("mlx").load(tiny_model("gpt_oss", eos_token_id=None), load, lambda *_: None)
     prompt = [(7 * place + place // 9) % 90 + 3 for place in range(400)]

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load
 from engine.runtimes import choosing
 from engine.runtimes.mlx import eligible
-from engine.session import prefix_cache
+from engine.session import turn_cache
 from engine.session.loading import load_session
 from engine.session.session import Session
 from tests.support.controls import Nobody
@@ -100,7 +100,7 @@ def test_windowed_layers_forget_and_what_is_cut_further_back_is_prefilled_again(
     document = [3 + number * number % 157 for number in range(640)]
     found = []
     for back in (64, 10**9):
-        monkeypatch.setattr(prefix_cache, "CUT_BACK_TOKENS", back)
+        monkeypatch.setattr(turn_cache, "CUT_BACK_TOKENS", back)
         session = load_session(
             Load(id=1, model=str(folder), runtime="mlx", dtype="float32", prefill_chunk=128), lambda *_: None
         )
