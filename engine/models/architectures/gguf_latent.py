@@ -104,8 +104,8 @@ def indexed_shapes(
 ) -> Callable[[GgufFile, Mapping[str, Any], str, str], Iterator[NamedTensor]]:
     """:func:`attention_shapes`, with the tensors of indexers in the layers that have one."""
 
-    def shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
-        yield from attention_shapes(gguf, config, here, there)
+    def shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, prefix: str) -> Iterator[NamedTensor]:
+        yield from attention_shapes(gguf, config, here, prefix)
         if int(here.split(".")[1]) not in with_indexers(config, config["num_hidden_layers"]):
             return
         width, heads, hidden = config["index_head_dim"], config["index_n_heads"], config["hidden_size"]
@@ -116,7 +116,7 @@ def indexed_shapes(
             ("k_norm.bias", "k_norm.bias", (width,)),
             ("proj.weight", "weights_proj.weight", (heads, hidden)),
         ):
-            yield NamedTensor.whole(f"{here}indexer.{source}", f"{there}self_attn.indexer.{name}", shape)
+            yield NamedTensor.whole(f"{here}indexer.{source}", f"{prefix}self_attn.indexer.{name}", shape)
 
     return shapes
 

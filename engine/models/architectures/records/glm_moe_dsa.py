@@ -37,18 +37,18 @@ def _with_indexers(config: Config, layers: int) -> list[int]:
 
 
 def _settings(metadata: Metadata) -> dict[str, Any]:
-    found = gguf_latent.indexed_settings(metadata)
-    kinds, layers = metadata.get("attention.indexer.types"), found["num_hidden_layers"]
+    settings = gguf_latent.indexed_settings(metadata)
+    kinds, layers = metadata.get("attention.indexer.types"), settings["num_hidden_layers"]
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (0, 1) for kind in kinds):
             raise ModelError(
                 f"{metadata.file.path} is damaged: its attention.indexer.types is {shown(kinds)}, not 0 or 1 for each "
                 f"of {layers} layers; download it again."
             )
-        return found | {"indexer_types": [_FULL if kind else _SHARED for kind in kinds[:layers]]}
+        return settings | {"indexer_types": [_FULL if kind else _SHARED for kind in kinds[:layers]]}
     if metadata.number("context_length") >= _LONG_CONTEXT:
-        return found | {"index_topk_freq": 4, "index_skip_topk_offset": 3}
-    return found
+        return settings | {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+    return settings
 
 
 FAMILIES = (

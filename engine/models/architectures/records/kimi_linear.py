@@ -10,7 +10,7 @@ from engine.models.architectures import gguf_kda
 from engine.models.architectures.config_values import setting, whole_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.layer_rules import UNROTATED, layer_list, sparse_layers
-from engine.models.architectures.parts import GROUPED, LATENTS, MIXTRAL
+from engine.models.architectures.parts import GROUPED, LATENTS, LAYER, MIXTRAL, of_mlx
 from engine.models.architectures.record import (
     Config,
     DecoderRecord,
@@ -124,7 +124,7 @@ FAMILIES = (
             unrotated=UNROTATED,
         ),
         moe=MoeRecord(
-            MIXTRAL,
+            (*MIXTRAL, of_mlx(LAYER + "mlp.switch_mlp")),
             GROUPED,
             shared="plain",
             layers=sparse_layers(lambda config: whole_number(config, "first_k_dense_replace", default=1, minimum=0)),
@@ -152,5 +152,6 @@ FAMILIES = (
                 *((f".{part}_conv.conv.", f".{part}_conv1d.") for part in "qkv"),
             ),
         ),
+        tokenizer_class="TokenizersBackend",
     ),
 )

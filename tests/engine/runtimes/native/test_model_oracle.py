@@ -254,6 +254,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen4_exp_text",
         {
             "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "ple_layer_ids": [3],
             "ngram_size": 4,
             "indexer_compress_ratio": 9,
             "indexer_budget": 18,

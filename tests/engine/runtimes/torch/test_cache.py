@@ -48,7 +48,7 @@ def test_a_row_keeps_the_last_tokens_and_the_keys_that_choose_blocks(tiny_model:
     rows.extend(prompt_of(20), want_logits=False)
     shapes = {array.part.name: array.part.shape for array in rows.contents() or ()}
     assert shapes["3 index"] == (1, 1, 20, 16)
-    assert shapes["0 tokens"] == shapes["2 tokens"] == (1, 2)
-    assert shapes["0 lexical"] == (1, 3 * 48, 6)
-    tokens = next(array for array in rows.contents() or () if array.part.name == "0 tokens")
+    assert shapes["1 tokens"] == (1, 2)
+    assert shapes["1 lexical"] == (1, 3 * 48, 6)
+    tokens = next(array for array in rows.contents() or () if array.part.name == "1 tokens")
     assert torch.frombuffer(bytearray(bytes(tokens.read())), dtype=torch.int64).tolist() == prompt_of(20)[-2:]
