@@ -519,6 +519,8 @@ class MlxRecord:
     """Whether the other runtimes read what mlx-lm quantised."""
     stored_names: tuple[tuple[str, str], ...] = ()
     """Parts of names in checkpoints that mlx-lm wrote, and what stands there in the family's own."""
+    renames: bool = False
+    """Whether mlx-lm itself gives tensors of the family's own checkpoints its names."""
 
 
 # --- the family -------------------------------------------------------------------------------------------------------

@@ -104,7 +104,8 @@ def from_files(
             done = files.trunk_bytes
         else:
             trunk = {}
-            named = functools.partial(name_in_mlx, family=family, modules={name for name, _ in model.named_modules()})
+            modules = set() if family.renames else {name for name, _ in model.named_modules()}
+            named = functools.partial(name_in_mlx, family=family, modules=modules)
             for name, tensor in files.trunk():
                 trunk[named(name)] = read(tensor)
                 progress("loading weights", done, total, "bytes")

@@ -132,6 +132,7 @@ FAMILIES = (
                 (".mlp.up_proj.", ".shared_mlp.input_linear.up."),
                 (".mlp.down_proj.", ".shared_mlp.output_linear."),
             ),
+            renames=True,
         ),
         tokenizer_class="TokenizersBackend",
     ),
