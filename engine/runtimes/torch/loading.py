@@ -50,6 +50,10 @@ def read_config(folder: Path, stored: dict[str, Any]) -> Any:
     _keep_rotary_base(stored, text)
     if hasattr(text, "output_router_logits"):
         text.output_router_logits = False
+    padding = getattr(text, "pad_token_id", None)
+    if padding is not None and padding >= text.vocab_size:
+        # The library's default for a family, where the file names none. Nothing is padded here.
+        text.pad_token_id = None
     return text
 
 

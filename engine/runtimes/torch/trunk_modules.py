@@ -203,7 +203,7 @@ class _Absorbed:
         self._heads = attention.num_heads
         self._plain, self._rotated = attention.qk_nope_head_dim, attention.qk_rope_head_dim
         self._latents = attention.kv_lora_rank
-        last = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
+        last = attention.q_proj if getattr(attention, "q_lora_rank", None) is None else attention.q_b_proj
         last.register_forward_hook(self._widen)
         attention.o_proj.register_forward_pre_hook(self._to_values)
         attention.expand_kv = self._shared
