@@ -80,7 +80,6 @@ THROUGH = {
     "engine/runtimes/torch/offload/test_local_torch.py": "engine/moe/backend engine/moe/executor",
     "engine/session/test_disk_prefixes.py": "engine/models/store/prefix_files",
     "engine/session/test_loading.py": "engine/model_in_use engine/session/constrained",
-    "engine/session/test_scheduler.py": "engine/session/turn_cache",
     "engine/test_connections.py": "engine/ipc/engine_sockets",
     "engine/test_host_process.py": " ".join(
         f"engine/ipc/messages/{name}" for name in ("events", "framing", "parts", "requests")
