@@ -18,9 +18,9 @@ from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.runtimes.subjects import prompt_of
-from tests.support.library_models import library_language_model
 from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
+from tests.support.transformers_models import transformers_language_model
 
 STEPS = 7
 EXACT = 1e-5
@@ -48,7 +48,7 @@ def chunks_of(tokens: list[int], chunks: int) -> list[list[int]]:
 @functools.lru_cache(maxsize=4)
 def library_model(folder: Path, dtype: str = "auto") -> Any:
     """transformers' own model of ``folder``, which nobody may change. Of all of them only a few fit into memory."""
-    return library_language_model(folder, dtype=dtype)
+    return transformers_language_model(folder, dtype=dtype)
 
 
 def library_run(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.generation.programs import Decoding, MemoryWanted, Program, Reading, together
 from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load, Prefill, Progress, Sampling, Timing
-from engine.moe.timing import Recorder
+from engine.moe.timing import Phase, Recorder
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits
 from engine.session.loading import load_session
 from engine.session.scheduler import READING_SHARE, Scheduler
@@ -172,7 +172,7 @@ def test_a_cancelled_answer_leaves_the_others(loaded: Loaded) -> None:
     assert answers[1].finish_reason == "cancelled" and answers[1].token_ids == alone[: len(answers[1].token_ids)]
 
 
-def test_what_fails_fails_alone(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_fails_alone(loaded: Loaded) -> None:
     session = loaded.fresh()
     scheduler = session.scheduler()
     answers: list[Finished] = []
@@ -192,31 +192,27 @@ def test_what_fails_fails_alone(loaded: Loaded, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("loaded", CASES[:2], indirect=True)
-def test_steps_run_between_the_layers_of_a_prompt(loaded: Loaded) -> None:
+def test_steps_run_between_the_layers_of_a_prompt(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long chunk does not make another answer wait, also while both are measured."""
     session = loaded.fresh(4096)
     scheduler = session.scheduler()
     steps: list[tuple[str, int]] = []
     recorder = session.model.recorder
     begin = recorder.begin_step
-    recorder.begin_step = lambda phase, tokens: (steps.append((phase, tokens)), begin(phase, tokens))[1]  # type: ignore[assignment,func-returns-value,return-value]
+
+    def noted(phase: Phase, tokens: int) -> None:
+        steps.append((phase, tokens))
+        begin(phase, tokens)
+
+    monkeypatch.setattr(recorder, "begin_step", noted)
     answers: dict[int, Finished] = {}
-    try:
-        for number, asked in enumerate(
-            (
-                {**QUESTIONS["drawn"], "max_tokens": 60},
-                LONG,
-            )
-        ):
-            request = Generate(id=number, **asked)
-            program = session.answer(request, lambda event: None, Watching())
-            scheduler.add(program, lambda found: answers.__setitem__(found.id, found), fail)
-            scheduler.round()
-            scheduler.round()
-        while scheduler.active:
-            scheduler.round()
-    finally:
-        del recorder.begin_step
+    for number, asked in enumerate(({**QUESTIONS["drawn"], "max_tokens": 60}, LONG)):
+        request = Generate(id=number, **asked)
+        program = session.answer(request, lambda event: None, Watching())
+        scheduler.add(program, lambda found: answers.__setitem__(found.id, found), fail)
+        scheduler.round()
+        scheduler.round()
+    run_all(scheduler)
     begun = steps.index(max(steps, key=lambda step: step[1]))
     assert steps[begun + 1] == ("decode", 1), "before the chunk ended"
     timing = answers[1].timing
@@ -249,7 +245,7 @@ class Passes(LoadedModel):
         return self.now
 
     def start(self) -> Any:
-        raise NotImplementedError
+        raise AssertionError("its rows are made by tests")
 
     def close(self) -> None:
         return

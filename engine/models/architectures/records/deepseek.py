@@ -1,5 +1,7 @@
 """DeepSeek V2, V3 and V3.2."""
 
+from dataclasses import replace
+
 from engine.errors import ModelError
 from engine.models.architectures import gguf_latent
 from engine.models.architectures.config_values import number_of, whole_number
@@ -18,6 +20,25 @@ from engine.models.architectures.record import (
 )
 
 _LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_CHOICE = {
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+MOE = MoeRecord(
+    QWEN,
+    GROUPED,
+    shared="plain",
+    layers=after_dense("first_k_dense_replace"),
+    count_key="n_routed_experts",
+    ffn_key="moe_intermediate_size",
+)
+"""The experts of V3 and of families that follow it."""
+SPARSE_MOE = replace(MOE, layers=sparse_layers(lambda config: whole_number(config, "first_k_dense_replace", minimum=0)))
+"""The same where dense layers are named, too."""
 
 
 def _softmax_settings(metadata: Metadata) -> dict[str, object]:
@@ -37,14 +58,7 @@ V2 = Family(
     defaults=_LATENTS
     | {"n_group": 1, "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.0, "topk_method": "greedy"},
     decoder=DecoderRecord(latents=True),
-    moe=MoeRecord(
-        QWEN,
-        RouterRecord(("mlp.gate.weight",), groups=1, scale=number_of("routed_scaling_factor")),
-        shared="plain",
-        layers=after_dense("first_k_dense_replace"),
-        count_key="n_routed_experts",
-        ffn_key="moe_intermediate_size",
-    ),
+    moe=replace(MOE, router=RouterRecord(("mlp.gate.weight",), groups=1, scale=number_of("routed_scaling_factor"))),
     gguf=GgufRecord(
         "deepseek2",
         "DeepseekV2ForCausalLM",
@@ -56,25 +70,9 @@ V2 = Family(
 )
 V3 = Family(
     "deepseek_v3",
-    defaults=_LATENTS
-    | {
-        "rope_interleave": True,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-    },
+    defaults=_LATENTS | _CHOICE | {"rope_interleave": True},
     decoder=DecoderRecord(latents=True, interleaving_setting="rope_interleave"),
-    moe=MoeRecord(
-        QWEN,
-        GROUPED,
-        shared="plain",
-        layers=after_dense("first_k_dense_replace"),
-        count_key="n_routed_experts",
-        ffn_key="moe_intermediate_size",
-    ),
+    moe=MOE,
     extra_layers=True,
     gguf=GgufRecord(
         "deepseek2",
@@ -102,13 +100,8 @@ V3 = Family(
 V32 = Family(
     "deepseek_v32",
     defaults=_LATENTS
+    | _CHOICE
     | {
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
         "q_lora_rank": 1536,
         "first_k_dense_replace": 3,
         "index_topk": 2048,
@@ -116,14 +109,7 @@ V32 = Family(
         "index_n_heads": 64,
     },
     decoder=DecoderRecord(latents=True, index_width="index_head_dim"),
-    moe=MoeRecord(
-        QWEN,
-        GROUPED,
-        shared="plain",
-        layers=sparse_layers(lambda config: whole_number(config, "first_k_dense_replace", minimum=0)),
-        count_key="n_routed_experts",
-        ffn_key="moe_intermediate_size",
-    ),
+    moe=SPARSE_MOE,
     extra_layers=True,
     gguf=GgufRecord(
         "deepseek32",

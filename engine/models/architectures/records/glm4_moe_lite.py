@@ -1,8 +1,10 @@
 """GLM-4.7-Flash, whose attention is over latents. Its GGUF files call themselves deepseek2."""
 
+from dataclasses import replace
+
 from engine.models.architectures import gguf_latent
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.parts import GROUPED, LATENTS, QWEN
+from engine.models.architectures.parts import LATENTS
 from engine.models.architectures.record import (
     SCALED_ROPE,
     Config,
@@ -10,8 +12,8 @@ from engine.models.architectures.record import (
     Family,
     GgufRecord,
     MlxRecord,
-    MoeRecord,
 )
+from engine.models.architectures.records.deepseek import MOE
 
 
 def _sparse_layers(config: Config, layers: int) -> list[int]:
@@ -57,14 +59,7 @@ FAMILIES = (
             "norm_topk_prob": True,
         },
         decoder=DecoderRecord(latents=True, interleaving_setting="rope_interleave"),
-        moe=MoeRecord(
-            QWEN,
-            GROUPED,
-            shared="plain",
-            layers=_sparse_layers,
-            count_key="n_routed_experts",
-            ffn_key="moe_intermediate_size",
-        ),
+        moe=replace(MOE, layers=_sparse_layers),
         extra_layers=True,
         gguf=GgufRecord(
             "deepseek2",

@@ -6,9 +6,9 @@ from engine.errors import ModelError, damaged, shown
 from engine.models.architectures import gguf_latent
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.layer_rules import check_kinds, sparse_layers
-from engine.models.architectures.parts import GROUPED, QWEN
-from engine.models.architectures.record import Config, DecoderRecord, Family, GgufRecord, MoeRecord
+from engine.models.architectures.layer_rules import check_kinds
+from engine.models.architectures.record import Config, DecoderRecord, Family, GgufRecord
+from engine.models.architectures.records.deepseek import SPARSE_MOE
 
 _FULL, _SHARED = "full", "shared"
 _LETTERS = {"F": _FULL, "S": _SHARED}
@@ -75,14 +75,7 @@ FAMILIES = (
         decoder=DecoderRecord(
             latents=True, index_width="index_head_dim", index_layers=_with_indexers, index_interleaved=True
         ),
-        moe=MoeRecord(
-            QWEN,
-            GROUPED,
-            shared="plain",
-            layers=sparse_layers(lambda config: whole_number(config, "first_k_dense_replace", minimum=0)),
-            count_key="n_routed_experts",
-            ffn_key="moe_intermediate_size",
-        ),
+        moe=SPARSE_MOE,
         extra_layers=True,
         gguf=GgufRecord(
             "glm-dsa",

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import ModelError
 from engine.models.architectures import gguf_latent
 from engine.models.architectures.config_values import number_of
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.layer_rules import after_dense, growing_queries
-from engine.models.architectures.parts import LATENTS, QWEN
+from engine.models.architectures.layer_rules import growing_queries
+from engine.models.architectures.parts import LATENTS
 from engine.models.architectures.record import (
     SCALED_ROPE,
     DecoderRecord,
     Family,
     GgufRecord,
     MlxRecord,
-    MoeRecord,
     RouterRecord,
 )
+from engine.models.architectures.records.deepseek import MOE
 
 _ROPE = {
     "rope_type": "yarn",
@@ -80,18 +81,14 @@ FAMILIES = (
             rope=_ROPE,
             query_growth=growing_queries(_ROPE),
         ),
-        moe=MoeRecord(
-            QWEN,
-            RouterRecord(
+        moe=replace(
+            MOE,
+            router=RouterRecord(
                 ("mlp.gate.weight",),
                 normalise="norm_topk_prob",
                 groups=2,
                 scale=number_of("routed_scaling_factor"),
             ),
-            shared="plain",
-            layers=after_dense("first_k_dense_replace"),
-            count_key="n_routed_experts",
-            ffn_key="moe_intermediate_size",
         ),
         gguf=GgufRecord(
             "mistral4",

@@ -32,8 +32,8 @@ from tests.engine.runtimes.mlx_oracle import (
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
 from tests.engine.runtimes.subjects import logits_along
 from tests.engine.runtimes.torch_oracle import typical, worst
-from tests.support.library_models import library_language_model
 from tests.support.pairwise import in_turn
+from tests.support.transformers_models import transformers_language_model
 
 PROMPT = prompt_of(37)
 TOKENS = 12
@@ -165,7 +165,7 @@ def test_settings_of_delta_nets_equal_transformers(family: str, settings: dict[s
 
 
 def assert_equals_transformers(folder: Path) -> None:
-    reference = library_language_model(folder, dtype=torch.float32, attn_implementation="eager")
+    reference = transformers_language_model(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT])).logits[0, -1].float().numpy()
     found = load(folder).start().extend(PROMPT)

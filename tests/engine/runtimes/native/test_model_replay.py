@@ -1,8 +1,9 @@
-"""Tokens that were decoded one by one are run again in passes of several, and leave the same bits."""
+"""Tokens that were decoded one by one are run again in passes of several, and steps of several conversations are one
+pass: the bits are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,10 +80,45 @@ def assert_equal(model: LoadedModel, prompt: int = 30, counts: list[int] = COUNT
     assert len(found) > 2 and found == expected
 
 
+LENGTHS = (3, 40, 17, 131, 8, 64)
+STEPS = 7
+
+
+def conversations(model: LoadedModel, lengths: Sequence[int]) -> list[TokenRows]:
+    """Rows that have read prompts of ``lengths`` tokens, and two that are alike but for their last tokens."""
+    begun = []
+    for length in lengths:
+        rows = model.start()
+        rows.extend(prompt_of(length, seed=length), want_logits=False)
+        begun.append(rows)
+    return [*begun, begun[1].fan_out(1), begun[0].fan_out(1)]
+
+
+def assert_alone(model: LoadedModel, lengths: Sequence[int] = LENGTHS) -> None:
+    """Rows of several conversations are stepped in one pass, and each gets the bits that it gets alone."""
+    assert model.rows_together == STEPS_TOGETHER == len(lengths) + 2
+    together, alone = conversations(model, lengths), conversations(model, lengths)
+    for step in range(STEPS):
+        tokens = [[5 + (13 * step + 7 * number) % 80] for number in range(len(together))]
+        # Every other time one is left out.
+        chosen = [number for number in range(len(together)) if step % 2 or number != step % len(together)]
+        found = model.step_together([(together[number], tokens[number]) for number in chosen])
+        for number, logits in zip(chosen, found, strict=True):
+            expected = alone[number].step(tokens[number])
+            assert np.isfinite(logits).all() and logits.tobytes() == expected.tobytes(), (step, number)
+    assert [content(rows) for rows in together] == [content(rows) for rows in alone]
+
+
+def check_steps(model: LoadedModel) -> None:
+    """Both of replayed tokens and of rows that are stepped together."""
+    assert_equal(model)
+    assert_alone(model)
+
+
 @pytest.mark.parametrize("stored", NATIVE.stored)
 @pytest.mark.parametrize("family", NATIVE.families)
 def test_every_family(family: str, stored: str, stored_model: StoredModel) -> None:
-    assert_equal(NATIVE.load(stored_model(NATIVE, family, stored)))
+    check_steps(NATIVE.load(stored_model(NATIVE, family, stored)))
 
 
 @pytest.mark.sampled
@@ -92,14 +128,14 @@ def test_every_format_and_instruction_set(
     stored: str, instructions: str, stored_model: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
-    assert_equal(NATIVE.load(stored_model(NATIVE, "gpt_oss" if stored == PUBLISHED else "qwen2_moe", stored)))
+    check_steps(NATIVE.load(stored_model(NATIVE, "gpt_oss" if stored == PUBLISHED else "qwen2_moe", stored)))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stored", PACKED_MODELS)
 @pytest.mark.parametrize("family", PACKED_FAMILIES)
 def test_every_packed_family(family: str, stored: str, stored_model: StoredModel) -> None:
-    assert_equal(NATIVE.load(stored_model(NATIVE, family, stored)))
+    check_steps(NATIVE.load(stored_model(NATIVE, family, stored)))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def library_config(folder: Path) -> Any:
+def transformers_config(folder: Path) -> Any:
     """transformers' configuration of ``folder``, of a language model that ``AutoModelForCausalLM`` then knows."""
     from transformers import AutoConfig
 
@@ -17,8 +17,8 @@ def library_config(folder: Path) -> Any:
     return config
 
 
-def library_language_model(folder: Path, **options: Any) -> Any:
+def transformers_language_model(folder: Path, **options: Any) -> Any:
     """transformers' model of ``folder``."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, config=library_config(folder), **options).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, config=transformers_config(folder), **options).eval()
