@@ -11,7 +11,7 @@ from textual.strip import Strip
 
 from app.attachments.attachment import AttachedPicture, Attachment
 from app.tui.render import thumbnails as module
-from app.tui.render.thumbnails import COLUMNS, ROWS, Block, Thumbnails
+from app.tui.render.thumbnails import COLUMNS, ROWS, PictureBlock, Thumbnails
 from app.tui.terminal.drawn_pictures import SixelTable
 from app.tui.terminal.graphics import Graphics
 from engine.pictures.decoding import PictureDecoder
@@ -38,9 +38,9 @@ class Shown:
 
     is_mounted = True
 
-    def __init__(self, make: Callable[[Shown], Block | None]) -> None:
+    def __init__(self, make: Callable[[Shown], PictureBlock | None]) -> None:
         self._make = make
-        self.made: list[Block | None] = []
+        self.made: list[PictureBlock | None] = []
 
     def remake(self) -> None:
         self.made.append(self._make(self))

@@ -21,6 +21,7 @@ from engine.models.folders.opening import open_model
 from engine.models.formats.safetensors_files import TensorEntry
 from tests.support.opened_experts import assert_same_values, experts_of
 from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of
+from tests.support.transformers_models import transformers_language_model
 
 TinyModel = Callable[..., Path]
 
@@ -28,9 +29,8 @@ TinyModel = Callable[..., Path]
 def reference_experts(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarray]]:
     """Gate, up, down and biases of every expert, float32, taken from the modules of transformers' own model."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers_language_model(folder, dtype=torch.float32)
     family = model.config.model_type
     layers = model.transformer.blocks if family == "dbrx" else model.model.layers
     found = {}
