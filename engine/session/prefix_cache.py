@@ -74,6 +74,12 @@ class PrefixCache:
         return self._latest.tokens
 
     @property
+    def newest_tokens(self) -> list[int]:
+        """The tokens of the row that a turn took last, while it uses it; otherwise those of the latest turn's row."""
+        used = self._used[-1:]
+        return used[0].tokens if used else self.tokens
+
+    @property
     def kept_tokens(self) -> list[int]:
         """Number of tokens of each other conversation that nobody uses, the latest first."""
         return [len(row.tokens) for row in self._kept]

@@ -367,7 +367,9 @@ class Session:
         if request.context_tokens < 0:
             raise ModelError(f"A context of {request.context_tokens} tokens means nothing.", kind="bad-input")
         available = self._memory()
-        found = estimate_beams(self._sizes, request.widths, request.context_tokens, len(self._cache.tokens), available)
+        found = estimate_beams(
+            self._sizes, request.widths, request.context_tokens, len(self._cache.newest_tokens), available
+        )
         return BeamEstimates(
             id=request.id,
             estimates=[BeamEstimate(c.width, c.memory_bytes, c.fits, c.relative_step_time) for c in found],

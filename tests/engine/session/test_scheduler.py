@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.generation.programs import Decoding, MemoryWanted, Program, Reading, together
 from engine.generation.sampling import Sampler, SamplingRule
-from engine.ipc.messages import AnyEvent, Finished, Generate, Load, Prefill, Progress, Sampling, Timing
+from engine.ipc.messages import AnyEvent, EstimateBeams, Finished, Generate, Load, Prefill, Progress, Sampling, Timing
 from engine.moe.timing import Phase, Recorder
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits
 from engine.session.loading import load_session
@@ -147,6 +147,24 @@ def test_a_conversation_in_use_is_copied(loaded: Loaded) -> None:
     assert len(answers[1].token_ids) == 20
     read = next(event for event in events if isinstance(event, Prefill))
     assert read.reused >= 7, "up to the checkpoint at least"
+
+
+def test_beams_are_estimated_with_what_an_answer_has_read_so_far(loaded: Loaded) -> None:
+    session = loaded.fresh()
+    scheduler = session.scheduler()
+
+    def needed() -> int:
+        asked = EstimateBeams(id=3, widths=[1], context_tokens=400)
+        return session.estimate_beams(asked).estimates[0].memory_bytes
+
+    before = needed()
+    request = Generate(id=1, **QUESTIONS["greedy"])
+    scheduler.add(session.answer(request, lambda event: None, Nobody()), lambda _: None, fail)
+    while not session._cache.newest_tokens:
+        scheduler.round()
+    assert needed() < before
+    run_all(scheduler)
+    assert needed() < before
 
 
 def test_a_cancelled_answer_leaves_the_others(loaded: Loaded) -> None:
