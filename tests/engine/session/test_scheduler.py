@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 
 from engine.generation.programs import Decoding, MemoryWanted, Program, Reading, together
 from engine.generation.sampling import Sampler, SamplingRule
-from engine.ipc.messages import AnyEvent, EstimateBeams, Finished, Generate, Load, Prefill, Progress, Sampling, Timing
+from engine.ipc.messages import (
+    AnyEvent,
+    BeamEstimate,
+    EstimateBeams,
+    Finished,
+    Generate,
+    Load,
+    Prefill,
+    Progress,
+    Sampling,
+    Timing,
+)
 from engine.moe.timing import Phase, Recorder
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits
 from engine.session.loading import load_session
@@ -149,22 +160,26 @@ def test_a_conversation_in_use_is_copied(loaded: Loaded) -> None:
     assert read.reused >= 7, "up to the checkpoint at least"
 
 
-def test_beams_are_estimated_with_what_an_answer_has_read_so_far(loaded: Loaded) -> None:
+def test_beams_are_estimated_with_what_an_answer_has_read_so_far(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = loaded.fresh()
     scheduler = session.scheduler()
 
-    def needed() -> int:
-        asked = EstimateBeams(id=3, widths=[1], context_tokens=400)
-        return session.estimate_beams(asked).estimates[0].memory_bytes
+    def estimate() -> BeamEstimate:
+        return session.estimate_beams(EstimateBeams(id=3, widths=[1], context_tokens=400)).estimates[0]
 
-    before = needed()
-    request = Generate(id=1, **QUESTIONS["greedy"])
-    scheduler.add(session.answer(request, lambda event: None, Nobody()), lambda _: None, fail)
+    too_few = estimate().memory_bytes - 1
+    monkeypatch.setattr(session, "_memory", lambda: too_few)
+    assert not estimate().fits
+    scheduler.add(
+        session.answer(Generate(id=1, **QUESTIONS["greedy"]), lambda event: None, Nobody()), lambda _: None, fail
+    )
     while not session._cache.newest_tokens:
         scheduler.round()
-    assert needed() < before
+    assert estimate().fits
     run_all(scheduler)
-    assert needed() < before
+    assert estimate().fits
 
 
 def test_a_cancelled_answer_leaves_the_others(loaded: Loaded) -> None:

@@ -214,7 +214,7 @@ def zeros_copied(layer: GrowingLayer, position: Any, rows: int) -> GrowingLayer:
         ),
         ("get_mask_sizes", lambda layer, length: (length, 0), "in two parts"),
         ("move", lambda layer, rows, parents, start: 0, "an answer that was copied"),
-        ("rows_copied", lambda layer, position, rows: zeros_copied(layer, position, rows), "two answers at once"),
+        ("rows_copied", zeros_copied, "two answers at once"),
     ],
 )
 def test_a_family_that_would_be_wrong_is_refused_by_name(
