@@ -290,6 +290,7 @@ class Host:
             lambda event: self._answered(task, event),
             lambda error: self._answered(task, _failed(task, error)),
             first=not request.client,
+            owner=task,
         )
 
     def _answered(self, task: Task, event: AnyEvent) -> None:

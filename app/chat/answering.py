@@ -52,6 +52,7 @@ from engine.ipc.messages import (
     Progress,
     Sampling,
     Timing,
+    UnderWay,
 )
 
 _LONG_CHAT = "Most of it is the chat before the question: /delete shortens it, /new begins another."
@@ -177,6 +178,7 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings, *, sees
         length_penalty=options.length_penalty,
         thinking=options.thinks,
         effort=options.thinking_effort,
+        program="chat",
         conversation="" if saved is None or turn.thread.memory is not None else prefix_owner(saved),
     )
 
@@ -293,7 +295,8 @@ class AnswerLoop:
         self.beam_turn = current if current is not None and current.beams > 1 and current.thread is thread else None
         self.beams = ()
         self._status.elsewhere = current is not None and current.thread is not thread
-        self._status.context_used, self._status.tokens_per_s, self._status.prefill = None, 0.0, None
+        self._status.context_used, self._status.tokens_per_s = None, 0.0
+        self._status.prefill = self._status.under_way = None
         self._emit(BeamsChanged((), 0, self.beam_turn is not None))
 
     def save(self, thread: Thread, path: Sequence[Entry]) -> None:
@@ -450,13 +453,14 @@ class AnswerLoop:
                 turn.prompt_tokens = event.total
                 if self._shows(turn.thread):
                     self._status.prefill, self._status.context_used = event, event.done
+                    self._status.under_way = event.under_way
                     self._emit(StatusChanged())
             case Piece():
                 self._grow_by(turn, event)
             case BeamProgress():
                 best = event.beams[0] if event.beams else Beam("", [], 0.0)
                 turn.answer.thoughts = turn.begun.with_thoughts(Thoughts(sanitize(best.reasoning)))
-                self._grow(turn, sanitize(best.text), event.step, event.tokens_per_s)
+                self._grow(turn, sanitize(best.text), event.step, event.tokens_per_s, event.under_way)
                 if self.beam_turn is turn:
                     self.beams = tuple(event.beams)
                     self._emit(BeamsChanged(self.beams, event.step, True, event.tokens_per_s))
@@ -476,10 +480,12 @@ class AnswerLoop:
             new = Thoughts(turn.thought, event.reasoning_tokens, event.reasoning_s)
             turn.answer.thoughts = turn.begun.with_thoughts(new)
         turn.text += turn.safe.feed(event.text)
-        self._grow(turn, turn.text, event.tokens, event.tokens_per_s)
+        self._grow(turn, turn.text, event.tokens, event.tokens_per_s, event.under_way)
 
-    def _grow(self, turn: ChatTurn, text: str, tokens: int, tokens_per_s: float) -> None:
-        """The turn has written ``text`` so far, in ``tokens`` tokens."""
+    def _grow(
+        self, turn: ChatTurn, text: str, tokens: int, tokens_per_s: float, under_way: UnderWay | None = None
+    ) -> None:
+        """The turn has written ``text`` so far, in ``tokens`` tokens, beside other answers that are ``under_way``."""
         turn.answer.content, turn.answer.dirty = turn.begun.text + text, True
         turn.answer.tokens, turn.answer.tokens_per_s = turn.begun.tokens + tokens, tokens_per_s
         status = self._status
@@ -487,7 +493,7 @@ class AnswerLoop:
         if not turn.stopping:
             status.phase = Phase.THINKING if turn.answer.thoughts.text and not turn.answer.content else Phase.ANSWERING
         if self._shows(turn.thread):
-            status.prefill, status.tokens_per_s = None, tokens_per_s
+            status.prefill, status.tokens_per_s, status.under_way = None, tokens_per_s, under_way
             status.context_used = turn.prompt_tokens + tokens
         self._emit(EntryChanged(turn.answer, live=True))
         if status.phase is not before:
@@ -523,7 +529,7 @@ class AnswerLoop:
             # Nothing was added, so it is as complete as it was.
             state = turn.begun.state
         answer.state, answer.note, answer.dirty = state, note, True
-        self._status.prefill = None
+        self._status.prefill = self._status.under_way = None
         self.save(turn.thread, turn.whole)
         if self.beam_turn is turn:
             self._emit(BeamsChanged(self.beams, answer.tokens, False, answer.tokens_per_s))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from app.attachments.attachment import CHARACTERS_PER_TOKEN, Attachment, pictures_of
 from app.conversations.records import NO_THOUGHTS, UNKNOWN, Generation, MessageRecord, Role, State, Thoughts
-from engine.ipc.messages import Beam, MemoryUse, ModelFacts, Prefill, Progress, Timing, WarmUp
+from engine.ipc.messages import Beam, MemoryUse, ModelFacts, Prefill, Progress, Timing, UnderWay, WarmUp
 
 if TYPE_CHECKING:
     from app.chat.thread import Thread
@@ -108,6 +108,8 @@ class Status:
     draft_counted: bool = False
     """Whether the model's tokenizer has counted them; otherwise they are estimated."""
     tokens_per_s: float = 0.0
+    under_way: UnderWay | None = None
+    """The answers under way in the engine, if there are others than the shown one."""
     elsewhere: bool = False
     """Whether the engine answers a question of another conversation than the one shown."""
     waiting: int = 0

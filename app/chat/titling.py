@@ -122,6 +122,7 @@ class TitleWriter:
             sampling=Sampling(temperature=0.0),
             max_tokens=_MOST_TOKENS,
             thinking=False,
+            program="chat",
             conversation="" if thread.conversation is None else prefix_owner(thread.conversation),
         )
         events: AsyncGenerator[AnyEvent, None] = self._engine.stream(request)  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from app.chat.state import Status
 from app.conversations.records import Thoughts
 from app.ring_words import latency, ring_name
 from app.text_safety import one_line
-from engine.ipc.messages import LayerTimes, ModelFacts, NodeTimes, PhaseTimes, Progress, Timing
+from engine.ipc.messages import LayerTimes, ModelFacts, NodeTimes, PhaseTimes, Progress, Timing, UnderWay
 from engine.planning.units import byte_size
 
 size = functools.partial(byte_size, fine=True)
@@ -23,6 +23,12 @@ def rate(tokens_per_s: float) -> str:
     if tokens_per_s <= 0:
         return ""
     return f"{tokens_per_s:,.0f} tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.1f} tok/s"
+
+
+def share_of_speed(under_way: UnderWay) -> str:
+    """``9.8 of 24 tok/s``: the own part of what is generated; empty if nothing was measured."""
+    own, whole = under_way.own_tokens_per_s, under_way.tokens_per_s
+    return f"{own:.1f} of {rate(whole)}" if own > 0 else ""
 
 
 def progress_text(progress: Progress) -> str:
@@ -84,6 +90,9 @@ def status_words(status: Status) -> list[str]:
     if status.memory is not None:
         mapped = f", and {size(status.memory.mapped)} of mapped files, which the system drops when it needs room"
         lines.append(f"Memory: {size(status.memory.own)} of the engine's own{mapped * bool(status.memory.mapped)}.")
+    if status.under_way is not None:
+        share = share_of_speed(status.under_way)
+        lines.append(f"Answers under way: {status.under_way.answers}{f'; this one has {share}' * bool(share)}.")
     if status.tokens_per_s > 0:
         first = f", first token after {latency(status.ttft_s)}" if status.ttft_s is not None else ""
         lines.append(f"Speed of the last answer: {rate(status.tokens_per_s)}{first}.")
@@ -179,6 +188,22 @@ def slowest_words(timing: Timing) -> str:
     return slowest_layer_words(timing.nodes[0].decode.layers if timing.nodes else timing.decode.layers)
 
 
+def share_words(timing: Timing) -> list[str]:
+    """The rows of a pass, and who shares it, a line for each program; empty if it is one answer's single row."""
+    answers = sum(share.answers for share in timing.shares)
+    if answers < 2 and timing.rows_per_pass <= 1:
+        return []
+    lines = [f"{_counted(answers)}, {timing.rows_per_pass:.1f} rows per pass"]
+    for share in timing.shares:
+        doing = f"{share.rows:.1f} rows, {rate(share.tokens_per_s)}" if share.tokens_per_s > 0 else "reading"
+        lines.append(f"{share.program or 'another program'}: {_counted(share.answers)}, {doing}")
+    return lines
+
+
+def _counted(answers: int) -> str:
+    return f"{answers} answer{'' if answers == 1 else 's'}"
+
+
 def timing_words(timing: Timing) -> list[str]:
     """The times of both phases in sentences."""
     if len(timing.nodes) > 1:
@@ -187,7 +212,7 @@ def timing_words(timing: Timing) -> list[str]:
     else:
         whole = timing.nodes[0] if timing.nodes else timing
         lines = [slowest_layer_words(whole.decode.layers), *_phases(whole.decode, whole.prefill)]
-    return [f"{line}." for line in lines if line]
+    return [f"{line}." for line in [*share_words(timing), *lines] if line]
 
 
 def _phases(decode: PhaseTimes, prefill: PhaseTimes) -> list[str]:

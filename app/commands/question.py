@@ -113,6 +113,7 @@ def _generate(flags: Flags, settings: Settings) -> Generate:
         length_penalty=settings.length_penalty,
         thinking=settings.thinks,
         effort=settings.thinking_effort,
+        program="ask",
         with_timing=flags.as_json,
     )
 

@@ -154,7 +154,7 @@ class ModelService:
         A slow reader does not keep the engine from others. Raises Refused.
         """
         arrived: asyncio.Queue[AnswerEvent | Refused] = asyncio.Queue()
-        request = msgspec.structs.replace(request, client=client, conversation=SERVED)
+        request = msgspec.structs.replace(request, program="serve", client=client, conversation=SERVED)
         pump = asyncio.create_task(self._pump(request, arrived), name="answer")
         self._pumps.add(pump)
         try:

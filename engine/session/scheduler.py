@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from engine.generation.programs import Decoding, MemoryWanted, Outcome, Program, Reading, Together, Work
 from engine.runtimes.protocol import LoadedModel, TokenRows
+from engine.session.sharing import PassLog
 
 READING_SHARE = 0.5
 """Part of the time that goes to reading prompts while other answers are decoded."""
@@ -25,6 +26,8 @@ class _RunningProgram:
     returned: Callable[[Any], None]
     failed: Callable[[BaseException], None]
     first: bool
+    owner: object
+    """The answer that it is, or is part of."""
     served: int
     """Number of the reading pass that it had last."""
     work: Work | None = None
@@ -51,11 +54,13 @@ class Scheduler:
         model: LoadedModel,
         memory: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.perf_counter,
+        log: PassLog | None = None,
     ) -> None:
-        """``memory`` gives the bytes that are free for keys and values."""
+        """``memory`` gives the bytes that are free for keys and values. Passes of decoding are counted in ``log``."""
         self._model = model
         self._memory = memory
         self._clock = clock
+        self._log = log or PassLog()
         self._running: list[_RunningProgram] = []
         self._ahead: TokenRows | None = None
         """Rows in which the runtime may have begun a step ahead."""
@@ -75,23 +80,25 @@ class Scheduler:
         failed: Callable[[BaseException], None],
         *,
         first: bool = True,
+        owner: object = None,
     ) -> None:
         """Run ``program`` up to its first pass. When it ends, ``returned`` gets what it returns, or ``failed`` what it
         raises.
 
-        ``first``: its prompt is read before those of programs without it.
+        ``first``: its prompt is read before those of programs without it. ``owner``: the answer for which its passes
+        are counted.
         """
-        self._begin(_RunningProgram(program, returned, failed, first, served=self._readings))
+        self._begin(_RunningProgram(program, returned, failed, first, owner, served=self._readings))
 
     def _begin(self, running: _RunningProgram) -> None:
         self._running.append(running)
         self._resume(running, None)
 
-    def run(self, program: Program[T]) -> T:
-        """Run ``program`` to its end. Returns what it returns, and raises what it raises."""
+    def run(self, program: Program[T], owner: object = None) -> T:
+        """Run ``program`` of ``owner`` to its end. Returns what it returns, and raises what it raises."""
         outcome: list[T] = []
         errors: list[BaseException] = []
-        self.add(program, outcome.append, errors.append)
+        self.add(program, outcome.append, errors.append, owner=owner)
         while not outcome and not errors:
             self.round()
         if errors:
@@ -149,10 +156,16 @@ class Scheduler:
         works = [_decoding(running) for running in batch]
 
         def steps() -> Sequence[Outcome]:
+            begun = self._clock()
+            outcomes: Sequence[Outcome]
             if len(works) == 1:
-                return [self._single_step(works[0])]
-            self._settle(None)
-            return self._model.step_together([(work.rows, work.tokens) for work in works])
+                outcomes = [self._single_step(works[0])]
+            else:
+                self._settle(None)
+                outcomes = self._model.step_together([(work.rows, work.tokens) for work in works])
+            rows = [(running.owner, len(work.tokens)) for running, work in zip(batch, works, strict=True)]
+            self._log.decoded(begun, self._clock(), rows)
+            return outcomes
 
         self._run(batch, steps)
 
@@ -256,7 +269,9 @@ class Scheduler:
 
         for index, program in enumerate(programs):
             branches.append(
-                _RunningProgram(program, partial(returned, index), failed, parent.first, self._readings, top=False)
+                _RunningProgram(
+                    program, partial(returned, index), failed, parent.first, parent.owner, self._readings, top=False
+                )
             )
         for branch in list(branches):
             if branches:  # none has failed

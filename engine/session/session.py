@@ -52,6 +52,7 @@ from engine.session.prefix_cache import PrefixCache
 from engine.session.refusals import check_samples, refuse_beside_beams, refuse_pictures, with_usable_tools
 from engine.session.sampled_answers import SampleRun
 from engine.session.scheduler import Scheduler
+from engine.session.sharing import PassLog
 from engine.session.token_history import ChatTokenizer, ConversationLine, TokenHistory
 from engine.session.turn import Answer, Emit, Turn, TurnControl
 from engine.session.turn_cache import TurnCache
@@ -156,8 +157,7 @@ class Session:
         self._way_to_see = way_to_see
         self._cache = PrefixCache(model, prefill_chunk, self._budget, self._disk)
         self._constraining: Constraining | None = None
-        self._turns = 0
-        """Number of answers that are under way."""
+        self._log = PassLog()
         self.first_pass_s: float | None = None
         """Seconds of the first pass of the answer that ended last; None if nothing was run for it."""
 
@@ -234,11 +234,11 @@ class Session:
 
     def scheduler(self) -> Scheduler:
         """A scheduler for this session's answers."""
-        return Scheduler(self._model, self._memory, self._clock)
+        return Scheduler(self._model, self._memory, self._clock, self._log)
 
     def generate(self, request: Generate, emit: Emit, control: TurnControl) -> Finished:
         """Answer ``request`` alone; see :meth:`answer`."""
-        return self.scheduler().run(self.answer(request, emit, control))
+        return self.scheduler().run(self.answer(request, emit, control), control)
 
     def answer(self, request: Generate, emit: Emit, control: TurnControl) -> Program[Finished]:
         """Answer ``request``. Emits Prefill, Piece, BeamProgress and Timing, and returns the final event.
@@ -258,13 +258,13 @@ class Session:
             return cancelled_answer(request.id)
         prompt = question.prompt
         most = self._most_tokens(request, len(prompt))
-        if not self._turns:
+        if not self._log.answers:
             self._model.recorder.reset()
-        turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
+        turn = Turn(request, self._model.recorder, self._log, emit, control, self._clock, len(prompt))
         turn.sampling = Sampling(repetition_penalty=rule.repetition_penalty) if request.beams > 1 else rule.used
         repeatable = request.beams > 1 or rule.greedy or rule.seed is not None
         cache = TurnCache(self._cache, self._model, turn, self.prefill_chunk, repeatable, self._look)
-        self._turns += 1
+        self._log.begin(control, request.program)
         try:
             yield MemoryWanted(
                 self._likely_bytes(request, len(prompt), most),
@@ -301,9 +301,9 @@ class Session:
                 self._history.answered(question.line, answer.text, tokens)
             return turn.finished(*answers)
         finally:
-            self._turns -= 1
+            self._log.end(control)
             cache.close()
-            if self._looking is not None and not self._turns:
+            if self._looking is not None and not self._log.answers:
                 self._looking.turn_over()
             turn.close()
             self.first_pass_s = turn.first_pass_s

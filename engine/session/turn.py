@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from engine.generation.reasoning import ReasoningParser, Separated
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.generation.tool_calls import CallsInThoughts, ToolCallParser
@@ -19,15 +21,19 @@ from engine.ipc.messages import (
     Generate,
     Notice,
     Piece,
+    Prefill,
     Sample,
     Sampling,
+    Timing,
     TokenLogprob,
     ToolCall,
     ToolCallPiece,
+    UnderWay,
 )
 from engine.ipc.progress import ProgressCallback, Reports
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
+from engine.session.sharing import PassLog
 from engine.system.free_memory import memory_in_use
 
 PIECE_INTERVAL_S = 1 / 15
@@ -92,6 +98,7 @@ class Turn:
         self,
         request: Generate,
         recorder: Recorder,
+        log: PassLog,
         emit: Emit,
         control: TurnControl,
         clock: Callable[[], float],
@@ -111,6 +118,7 @@ class Turn:
         self._always = request.with_timing
         self._control = control
         self._recorder = recorder
+        self._log = log
         self._clock = clock
         self._prompt_tokens = prompt_tokens
         self._start = clock()
@@ -177,7 +185,11 @@ class Turn:
 
     def show_timing(self) -> None:
         if self._recorder.enabled and (self._recorder.sampled or self.due("timing", TIMING_INTERVAL_S)):
-            self.emit(self._recorder.frame(self.id))
+            self.emit(self._timing())
+
+    def _timing(self) -> Timing:
+        frame = self._recorder.frame(self.id)
+        return msgspec.structs.replace(frame, rows_per_pass=self._log.rows_per_pass, shares=self._log.shares())
 
     # --- the answer -----------------------------------------------------------------------------------------------
 
@@ -195,10 +207,20 @@ class Turn:
         self._streams.append(TextStream(self, len(self._streams), decoder, stops, parser, calls))
         return self._streams[-1]
 
+    @property
+    def under_way(self) -> UnderWay | None:
+        """The answers under way, if there are several."""
+        return self._log.under_way(self._control)
+
+    def show_prefill(self, done: int, total: int, reused: int) -> None:
+        """Say that ``done`` of the prompt's ``total`` tokens are in the cache, ``reused`` of them from before."""
+        self.emit(Prefill(id=self.id, done=done, total=total, reused=reused, under_way=self.under_way))
+
     def show_beams(self, step: int, beams: Callable[[], list[Beam]]) -> None:
         """Send the candidates, at most ten times a second; ``beams`` is called only then."""
         if self.due("beams", BEAM_INTERVAL_S):
-            self.emit(BeamProgress(id=self.id, step=step, beams=beams(), tokens_per_s=self.tokens_per_s()))
+            speed = self.tokens_per_s()
+            self.emit(BeamProgress(id=self.id, step=step, beams=beams(), tokens_per_s=speed, under_way=self.under_way))
 
     def finished(self, answer: Answer, *others: Answer) -> Finished:
         """The turn's last event. Held pieces are sent before it. ``others`` are further samples."""
@@ -222,7 +244,7 @@ class Turn:
             reasoning=answer.thoughts,
             reasoning_tokens=answer.thought_tokens,
             reasoning_s=answer.thought_s,
-            timing=self._recorder.frame(self.id) if self._measured else None,
+            timing=self._timing() if self._measured else None,
             sampling=self.sampling,
             memory=memory_in_use(),
         )
@@ -396,5 +418,6 @@ class TextStream:
                 sample=self._sample,
                 tool_calls=pieces,
                 logprobs=logprobs,
+                under_way=turn.under_way,
             )
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from engine.errors import Cancelled, ModelError, PeerLost
 from engine.generation.programs import Program, Reading, decode, decode_choosing, read
 from engine.generation.sampling import Sampler
-from engine.ipc.messages import Notice, Prefill, RingChanged
+from engine.ipc.messages import Notice, RingChanged
 from engine.planning.memory import CUT_BACK_TOKENS
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 from engine.session.kept_rows import CachedRow, RowCheckpoint, shared_length
@@ -221,7 +221,7 @@ class TurnCache:
         row = self._current
         row.belongs_to(turn.owner)
         reused = len(row.tokens)
-        turn.emit(Prefill(id=turn.id, done=reused, total=len(tokens), reused=reused))
+        turn.show_prefill(reused, len(tokens), reused)
         if self._look is not None and reused < len(tokens):
             try:
                 self._look(tokens[reused:], turn)
@@ -259,7 +259,7 @@ class TurnCache:
                     with contextlib.suppress(Cancelled):  # found before the next pass
                         turn.report("running the answer again", done, len(tokens), "tokens")
                 elif run > 0 or last or turn.due("replay", REPLAY_INTERVAL_S):
-                    turn.emit(Prefill(id=turn.id, done=done, total=len(tokens), reused=reused))
+                    turn.show_prefill(done, len(tokens), reused)
                 turn.show_timing()
         return logits
 

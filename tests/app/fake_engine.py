@@ -51,6 +51,7 @@ from engine.ipc.messages import (
     ShowCode,
     Timing,
     TokensCounted,
+    UnderWay,
     WarmUp,
     Watch,
 )
@@ -180,6 +181,7 @@ class FakeEngine:
         self.start_gate: asyncio.Event | None = None
         self.pull_gate: asyncio.Event | None = None
         self.speed = 8.1
+        self.under_way: UnderWay | None = None
         self.pull_error: str | None = None
         self.machine = MachineMeasured(memory_bytes=25_000_000_000, memory_read=24e9)
         self._ids = itertools.count(1)
@@ -314,7 +316,7 @@ class FakeEngine:
             thought_tokens = min(count, len(self.thoughts))
             yield Piece(
                 id=request.id, text=piece, tokens=count, tokens_per_s=self.speed, reasoning=thought,
-                reasoning_tokens=thought_tokens, reasoning_s=float(thought_tokens),
+                reasoning_tokens=thought_tokens, reasoning_s=float(thought_tokens), under_way=self.under_way,
             )  # fmt: skip
             await asyncio.sleep(0)
         if self.timing is not None and self.watching:

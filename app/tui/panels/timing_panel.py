@@ -11,7 +11,7 @@ from textual.timer import Timer
 
 from app.chat.controller import ChatController
 from app.chat.state import TimingArrived, Update
-from app.chat.words import slowest_layer_words
+from app.chat.words import share_words, slowest_layer_words
 from app.text_safety import one_line
 from app.tui.panels.charts import (
     heat_legend,
@@ -37,12 +37,13 @@ class TimingPanel(Panel):
     TITLE = "Timing"
     HELP = (
         "Shows where the time of each token goes. Each bar is a layer, divided into attention, router, experts, "
-        "exchange between machines, waiting, and the rest. `p` switches between decoding and prefill. The map "
-        "below shows how often each expert was used: rows are layers, columns are experts. If GPU and CPU share "
-        "the experts, the bytes moved between them are shown, and experts in GPU memory are marked. In a ring, `n` "
-        "goes from the overview, which names the slowest node of each layer, to the single nodes. Times are "
-        "measured only while this panel is open. If it covers the conversation, measuring goes on after you close "
-        "it. Measuring slows steps down on a GPU, so only a few steps a second are measured there."
+        "exchange between machines, waiting, and the rest. `p` switches between decoding and prefill. The map below "
+        "shows how often each expert was used: rows are layers, columns are experts. If GPU and CPU share the "
+        "experts, the bytes moved between them are shown, and experts in GPU memory are marked. If several answers "
+        "are under way, the rows of a pass and who has them stand first. In a ring, `n` goes from the overview, "
+        "which names the slowest node of each layer, to the single nodes. Times are measured only while this panel "
+        "is open. If it covers the conversation, measuring goes on after you close it. Measuring slows steps down on "
+        "a GPU, so only a few steps a second are measured there."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "phase", "Prefill / decode", id="timing.phase"),
@@ -140,7 +141,12 @@ class TimingView(Rendered):
 
     def make(self, width: int) -> Content:
         found = self._measured(width)
-        if self._timing is None or not self._timing.sampled:
+        if self._timing is None:
+            return found
+        shared = share_words(self._timing)
+        if shared:
+            found = Content("\n").join([Content.styled(shared[0], "bold"), *map(Content, shared[1:]), Content(), found])
+        if not self._timing.sampled:
             return found
         note = "Only a few steps a second are measured, because measuring slows them down on a GPU."
         return Content("\n").join([found, Content(), Content.styled(note, "$foreground-muted")])

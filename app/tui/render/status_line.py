@@ -8,12 +8,12 @@ from urllib.parse import urlsplit
 from textual.content import Content
 
 from app.chat.state import BUSY, Phase, Status
-from app.chat.words import engine_name, rate, size
+from app.chat.words import engine_name, rate, share_of_speed, size
 from app.ring_words import latency, ring_name
 from app.text_safety import one_line
 from app.tui.keymap import key
 from app.tui.render.formatting import bar
-from engine.ipc.messages import MemoryUse, Progress
+from engine.ipc.messages import MemoryUse, Progress, UnderWay
 
 _DOTS = {
     Phase.READY: ("●", "$text-success"),
@@ -141,12 +141,23 @@ def _figures(status: Status) -> list[StatusPart]:
     if status.facts is not None and status.facts.context_limit:
         parts.append(_context(status.context_used, status.facts.context_limit))
     speed = rate(status.tokens_per_s)
-    if speed and (status.phase in BUSY or status.phase is Phase.READY):
+    if status.under_way is not None and status.phase in BUSY:
+        parts.append(_shared(status.under_way))
+    elif speed and (status.phase in BUSY or status.phase is Phase.READY):
         short = f"{status.tokens_per_s:.1f} t/s"
         parts.append(_part(speed, short, shorten=(46, 80), style="$text-success", right=True))
     if status.unsaved:
         parts.append(_part("not saved", "unsaved", shorten=(47, 90), style="$text-error", right=True))
     return parts
+
+
+def _shared(under_way: UnderWay) -> StatusPart:
+    """``3 answers · yours 9.8 of 24.1 tok/s``."""
+    answers, share = f"{under_way.answers} answers", share_of_speed(under_way)
+    if not share:
+        return _part(answers, shorten=(80,), style="$text-success", right=True)
+    short = f"{under_way.own_tokens_per_s:.1f} of {under_way.tokens_per_s:.1f} t/s"
+    return _part(f"{answers} · yours {share}", short, shorten=(46, 80), style="$text-success", right=True)
 
 
 def _memory(memory: MemoryUse) -> StatusPart:

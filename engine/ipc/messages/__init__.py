@@ -63,6 +63,7 @@ from engine.ipc.messages.framing import (
     request_reader as request_reader,
 )
 from engine.ipc.messages.parts import (
+    AskingProgram as AskingProgram,
     Beam as Beam,
     BenchKind as BenchKind,
     DoctorFacts as DoctorFacts,
@@ -75,11 +76,13 @@ from engine.ipc.messages.parts import (
     Message as Message,
     ModelFacts as ModelFacts,
     Partitioning as Partitioning,
+    PassShare as PassShare,
     PhaseTimes as PhaseTimes,
     PictureFile as PictureFile,
     RuntimeName as RuntimeName,
     Sampling as Sampling,
     ReasoningFacts as ReasoningFacts,
+    UnderWay as UnderWay,
 )
 from engine.ipc.messages.requests import (
     LENT_GPU_SHARE as LENT_GPU_SHARE,

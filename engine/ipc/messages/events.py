@@ -13,12 +13,14 @@ from engine.ipc.messages.parts import (
     FinishReason,
     MemoryUse,
     ModelFacts,
+    PassShare,
     PhaseTimes,
     Sample,
     Sampling,
     TokenLogprob,
     ToolCall,
     ToolCallPiece,
+    UnderWay,
 )
 from engine.ipc.messages.ring import LendingFacts, NodeId, PeerFacts, RingFacts
 
@@ -56,6 +58,8 @@ class Prefill(Event, frozen=True, kw_only=True, tag="prefill"):
     done: int
     total: int
     reused: int = 0
+    under_way: UnderWay | None = None
+    """The answers under way, if there are several."""
 
 
 class Piece(Event, frozen=True, kw_only=True, tag="piece"):
@@ -80,6 +84,8 @@ class Piece(Event, frozen=True, kw_only=True, tag="piece"):
     """What was added to the answer's calls of tools."""
     logprobs: list[TokenLogprob] = []
     """Tokens of the answer since the last piece, thoughts included, if log-probabilities were asked for."""
+    under_way: UnderWay | None = None
+    """The answers under way, if there are several."""
 
 
 class BeamProgress(Event, frozen=True, kw_only=True, tag="beam_progress"):
@@ -88,6 +94,8 @@ class BeamProgress(Event, frozen=True, kw_only=True, tag="beam_progress"):
     step: int
     beams: list[Beam]
     tokens_per_s: float = 0.0
+    under_way: UnderWay | None = None
+    """The answers under way, if there are several."""
 
 
 class NodeTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +126,10 @@ class Timing(Event, frozen=True, kw_only=True, tag="timing"):
     everything; empty on one machine."""
     sampled: bool = False
     """Whether only some of the steps were measured, at most four per second."""
+    rows_per_pass: float = 0.0
+    """Mean number of rows in the passes of decoding of the last seconds."""
+    shares: list[PassShare] = []
+    """Who shares these passes."""
 
 
 class Finished(Event, frozen=True, kw_only=True, tag="finished"):

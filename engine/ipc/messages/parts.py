@@ -93,6 +93,30 @@ class PhaseTimes(msgspec.Struct, frozen=True):
     tokens: int = 0
 
 
+AskingProgram = Literal["chat", "ask", "serve", ""]
+"""The kind of program that asks; empty: another one."""
+
+
+class UnderWay(msgspec.Struct, frozen=True, kw_only=True):
+    """Several answers under way at the same time. The rates are those of the last seconds."""
+
+    answers: int
+    own_tokens_per_s: float = 0.0
+    """Tokens per second of the answer that is told."""
+    tokens_per_s: float = 0.0
+    """Tokens per second of all answers together."""
+
+
+class PassShare(msgspec.Struct, frozen=True, kw_only=True):
+    """The part that the answers for one kind of program have in the passes of the last seconds."""
+
+    program: AskingProgram
+    answers: int
+    rows: float
+    """Rows that they have in a pass; 0.0 while their prompts are read."""
+    tokens_per_s: float
+
+
 class Beam(msgspec.Struct, frozen=True):
     """One candidate of a beam search. ``score`` is sum of log-probabilities / length**length_penalty."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from engine.ipc.messages.parts import (
+    AskingProgram,
     BenchKind,
     Constraint,
     DtypeName,
@@ -173,6 +174,8 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     """Whether the model thinks before it answers, if its template can be told; None: as the template does by itself."""
     effort: str = ""
     """How long it thinks (``low``, ``medium``, ``high``), if its template can be told; empty: as the template says."""
+    program: AskingProgram = ""
+    """The kind of program that asks, which the timing panel of others names."""
     client: str = ""
     """Name of the client for which a program asks, if it has several. Each client gets a turn in the queue."""
     conversation: str = ""

@@ -9,6 +9,7 @@ from app.chat.state import Phase, Status
 from app.chat.words import (
     engine_name,
     progress_text,
+    share_words,
     size,
     slowest_layer_words,
     slowest_layers,
@@ -19,6 +20,7 @@ from app.chat.words import (
 from engine.ipc.messages import (
     LayerTimes,
     MemoryUse,
+    PassShare,
     Progress,
     Timing,
 )
@@ -85,6 +87,27 @@ def test_the_status_is_told_in_sentences() -> None:
     assert status_words(Status(model="big", problem="It does not fit."))[1:] == [
         "No model is loaded: It does not fit.", "Model: big, not loaded.",
     ]  # fmt: skip
+
+
+def test_who_shares_a_pass_is_said_where_there_is_more_than_one_row() -> None:
+    shares = [
+        PassShare(program="chat", answers=1, rows=1.0, tokens_per_s=9.8),
+        PassShare(program="serve", answers=2, rows=1.6, tokens_per_s=14.26),
+        PassShare(program="ask", answers=1, rows=0.0, tokens_per_s=0.0),
+        PassShare(program="", answers=1, rows=1.0, tokens_per_s=3.0),
+    ]
+    shared = msgspec.structs.replace(TIMING, rows_per_pass=2.61, shares=shares)
+    assert share_words(shared) == [
+        "5 answers, 2.6 rows per pass",
+        "chat: 1 answer, 1.0 rows, 9.8 tok/s",
+        "serve: 2 answers, 1.6 rows, 14.3 tok/s",
+        "ask: 1 answer, reading",
+        "another program: 1 answer, 1.0 rows, 3.0 tok/s",
+    ]
+    assert timing_words(shared)[:5] == [f"{line}." for line in share_words(shared)]
+    assert share_words(msgspec.structs.replace(TIMING, rows_per_pass=1.0, shares=shares[:1])) == []
+    beams = msgspec.structs.replace(shares[0], rows=4.0)
+    assert share_words(msgspec.structs.replace(TIMING, rows_per_pass=4.0, shares=[beams]))[1].startswith("chat: 1 ans")
 
 
 def test_the_slowest_layer_or_node_is_named() -> None:

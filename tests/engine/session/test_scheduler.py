@@ -21,6 +21,7 @@ from engine.ipc.messages import (
     Finished,
     Generate,
     Load,
+    Piece,
     Prefill,
     Progress,
     Sampling,
@@ -456,6 +457,33 @@ def test_who_is_interrupted_goes_on_at_once() -> None:
     scheduler.add(interrupted(), ended.append, fail)
     run_all(scheduler)
     assert ended == ["gone"] and model.done == []
+
+
+def test_each_answer_is_told_of_the_others_and_their_rows(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "mixtral", "mixtral")
+    session = load_session(Load(id=1, model=str(folder), runtime="torch"), quiet)
+    try:
+        scheduler, ended = session.scheduler(), list[Finished]()
+        events: dict[str, list[AnyEvent]] = {}
+        for name, asks in (("drawn", "chat"), ("samples", "serve"), ("beams", "ask")):
+            request = Generate(id=1, program=asks, with_timing=True, **QUESTIONS[name])
+            owner = Watching()
+            program = session.answer(request, events.setdefault(name, []).append, owner)
+            scheduler.add(program, ended.append, fail, owner=owner)
+        run_all(scheduler)
+        told = [event.under_way for event in events["samples"] if isinstance(event, Piece)]
+        assert told and all(each is not None and each.answers in (2, 3) for each in told)
+        assert any(0 < each.own_tokens_per_s < each.tokens_per_s for each in told if each is not None)
+        first = next(one.timing for one in ended if one.samples)
+        assert first is not None and all(share.answers == 1 for share in first.shares)
+        rows = {share.program: share.rows for share in first.shares}
+        assert rows["serve"] >= 1 and first.rows_per_pass > 1
+        assert rows["ask"] == 3, "those of its beams"
+        alone = session.generate(Generate(id=9, **QUESTIONS["drawn"]), events["drawn"].append, Nobody())
+        last = [event for event in events["drawn"] if isinstance(event, Piece)][-1]
+        assert alone.token_ids and last.under_way is None
+    finally:
+        session.close()
 
 
 def test_a_session_says_that_a_question_waits_for_memory(tmp_path: Path) -> None:

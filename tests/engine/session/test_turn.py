@@ -14,6 +14,7 @@ from engine.ipc.messages import AnyEvent, Generate, Piece, Tool
 from engine.models.text.reasoning_formats import formats
 from engine.models.text.tool_formats import tool_formats
 from engine.moe.timing import Recorder
+from engine.session.sharing import PassLog
 from engine.session.turn import Turn
 from tests.support.controls import Nobody
 
@@ -27,7 +28,7 @@ def read(
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Thoughts, text and calls of an answer each of whose tokens is ``size`` letters of ``text``."""
     events: list[AnyEvent] = []
-    turn = Turn(Generate(id=1), Recorder(1, [], 0), events.append, Nobody(), lambda: 0.0, 1)
+    turn = Turn(Generate(id=1), Recorder(1, [], 0), PassLog(), events.append, Nobody(), lambda: 0.0, 1)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     stream = turn.stream(
         IncrementalDecoder(lambda ids: "".join(pieces[number] for number in ids)),

@@ -15,6 +15,7 @@ mx = pytest.importorskip("mlx.core")
 
 from engine.ipc.messages import AnyEvent, Generate, Timing  # noqa: E402
 from engine.moe.timing import Recorder  # noqa: E402
+from engine.session.sharing import PassLog  # noqa: E402
 from engine.session.turn import TIMING_INTERVAL_S, Turn  # noqa: E402
 from tests.engine.runtimes.mlx_oracle import load, prompt_of, write_comparable  # noqa: E402
 
@@ -30,7 +31,7 @@ class Clock:
 
 def turn_of(recorder: Recorder, events: list[AnyEvent], clock: Clock) -> Turn:
     request = Generate(id=1, prompt_ids=[1])
-    return Turn(request, recorder, events.append, Watching(), clock, prompt_tokens=1)
+    return Turn(request, recorder, PassLog(), events.append, Watching(), clock, prompt_tokens=1)
 
 
 @pytest.mark.parametrize("sampled", [True, False])

@@ -10,7 +10,7 @@ from textual.keys import _character_to_key as character_key
 from app.tui.panels.beam_panel import Widths
 from app.tui.panels.panel import PanelScreen
 from app.tui.panels.timing_panel import TimingPanel
-from engine.ipc.messages import ExpertMovement, LayerTimes, PhaseTimes, Timing
+from engine.ipc.messages import ExpertMovement, LayerTimes, PassShare, PhaseTimes, Timing
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, ask, ready, wait_until
 
@@ -59,6 +59,29 @@ async def test_timing_is_measured_while_the_panel_is_open(make_app: MakeApp, eng
         await pilot.press("f5")
         await wait_until(pilot, lambda: not engine.watching)
         assert not app.screen.query(".timing")
+
+
+async def test_who_shares_the_passes_stands_first(make_app: MakeApp, engine: FakeEngine) -> None:
+    shares = [
+        PassShare(program="chat", answers=1, rows=1.0, tokens_per_s=9.8),
+        PassShare(program="serve", answers=2, rows=1.6, tokens_per_s=14.3),
+    ]
+    engine.timing = msgspec.structs.replace(TIMING, rows_per_pass=2.6, shares=shares)
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("f5")
+        await wait_until(pilot, lambda: engine.watching)
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+        await ask(pilot, app, "q")
+        await pilot.press("f5")
+        await wait_until(pilot, lambda: "2.6 rows per pass" in str(app.screen.query_one(".timing").render()))
+        assert str(app.screen.query_one(".timing").render()).splitlines()[:3] == [
+            "3 answers, 2.6 rows per pass",
+            "chat: 1 answer, 1.0 rows, 9.8 tok/s",
+            "serve: 2 answers, 1.6 rows, 14.3 tok/s",
+        ]
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import msgspec
@@ -10,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.chat.state import Phase, Status
+from app.tui.chat.status import StatusLine
 from app.tui.render.status_line import status_line
 from engine.ipc.messages import (
     MemoryUse,
     Prefill,
     Progress,
+    UnderWay,
 )
 from tests.app.fake_engine import FACTS, FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, ask, controller, ready, wait_until
@@ -83,6 +86,37 @@ def test_what_the_status_line_shows_at_each_width(width: int, line: str) -> None
 def test_a_name_that_tells_the_number_format_is_enough() -> None:
     facts = msgspec.structs.replace(FACTS, name="owner/some:Q4_K_M", weights="Q4_K_M")
     assert status_line(Status(phase=Phase.READY, facts=facts), 120).plain.count("Q4_K_M") == 1
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (40, "◍ answering  1900/2048  9.8 of 24.1 t/s"),
+        (80, "◍ answering  starter  1900/2048  3 answers · yours 9.8 of 24.1 tok/s"),
+    ],
+)
+def test_the_own_part_of_what_is_generated_stands_in_place_of_the_speed(width: int, line: str) -> None:
+    shared = UnderWay(answers=3, own_tokens_per_s=9.8, tokens_per_s=24.1)
+    status = Status(phase=Phase.ANSWERING, facts=FACTS, context_used=1900, tokens_per_s=9.5, under_way=shared)
+    drawn = status_line(status, width).plain
+    assert re.sub(" {2,}", "  ", drawn) == line and len(drawn) <= width
+    status.under_way = UnderWay(answers=2)
+    assert status_line(status, 80).plain.endswith("  2 answers"), "nothing is generated yet"
+    status.phase = Phase.READY
+    assert status_line(status, 80).plain.endswith("  9.5 tok/s")
+
+
+async def test_other_answers_are_told_of_while_one_is_written(make_app: MakeApp, engine: FakeEngine) -> None:
+    engine.gate, engine.under_way = asyncio.Event(), UnderWay(answers=2, own_tokens_per_s=5.0, tokens_per_s=12.0)
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await pilot.press(*"Why?", "enter")
+        line = app.screen.query_one("#status", StatusLine)
+        await wait_until(pilot, lambda: "2 answers · yours 5.0 of 12.0 tok/s" in str(line.render()))
+        engine.gate.set()
+        await wait_until(pilot, lambda: "8.1 tok/s" in str(line.render()))
+        assert "2 answers" not in str(line.render())
 
 
 async def test_the_slowest_layer_is_on_the_status_line_while_times_are_measured(
