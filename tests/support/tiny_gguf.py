@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import random_values
 from engine.models.architectures.families import renamed
-from engine.models.architectures.gguf_architectures import llama3_divisors
+from engine.models.architectures.gguf_parts import llama3_divisors
 from tests.support.tiny_gguf_metadata import DELTA_NETS, KIMI_DELTAS, NEMOTRONS, Layout, write_metadata
 from tests.support.tiny_gguf_names import gguf_name
 
@@ -82,6 +82,7 @@ ARCHITECTURES = {
     "afmoe": "afmoe",
     "mimo_v2_flash": "mimo2",
     "mistral4": "mistral4",
+    "step3p5": "step35",
     "apertus": "apertus",
     "qwen4_exp_text": "qwen4exp",
     "qwen3_vl_text": "qwen3vl",
@@ -95,6 +96,8 @@ PRE = {"glm4_moe_lite": "glm4", "glm4_moe": "glm4"}
 """The rule by which texts are split, for families that are told apart by it."""
 
 _INDEXED = ("deepseek_v32", "glm_moe_dsa")
+_ONE_ADDED = ("gemma2", "gemma3", "step35")
+"""Architectures to whose norms' weights one is added."""
 MAMBAS = ("granitehybrid", *NEMOTRONS)
 _EXPERT = re.compile(
     r"(?:model|backbone)\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(\d+)\.(\w+)\.weight"
@@ -151,14 +154,14 @@ def stored(name: str, values: Floats, config: dict[str, Any], architecture: str)
         values = values[:, 0]
     if architecture in MAMBAS:
         return mamba_stored(name, values, config)
-    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+    if architecture in _ONE_ADDED and name.endswith("norm.weight"):
         return values + np.float32(1)
     return delta_net_stored(name, values, config, architecture) if architecture in DELTA_NETS else values
 
 
 def restored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
     """Undoes :func:`stored`."""
-    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+    if architecture in _ONE_ADDED and name.endswith("norm.weight"):
         return values - np.float32(1)
     if architecture in KIMI_DELTAS:
         if not name.endswith("A_log"):
@@ -272,7 +275,7 @@ def write_tiny_gguf(
         if name.endswith(("input_linear.weight", "output_linear.weight")):
             true[name] = _granite(name, values, written, pack, has_experts=bool(config["num_local_experts"]))
             continue
-        if ".experts." in name and architecture in ("gemma4", "mistral4"):
+        if ".experts." in name and architecture in ("gemma4", "mistral4", "step35"):
             true[name] = _gemma(name, values, written, pack, layout)
             continue
         if ".feed_forward.experts." in name and architecture == "llama4":
@@ -419,7 +422,7 @@ def _gemma(
     pack: _Packing,
     layout: Layout,
 ) -> Floats:
-    """gemma4's and mistral4's experts come stacked, with gate and up in one, and are mostly stored so."""
+    """gemma4's, mistral4's and step35's experts come stacked, with gate and up in one, and are mostly stored so."""
     half = values.shape[1] // 2
     pieces = {"down": values} if name.endswith("down_proj") else {"gate_up": values}
     if "gate_up" in pieces and layout == "stacked":
@@ -694,6 +697,10 @@ def whole_blocks(family: str) -> dict[str, Any]:
     if family == "mimo_v2_flash":
         del sizes["num_hidden_layers"]
         sizes |= {"head_dim": 48, "v_head_dim": 32, "n_routed_experts": 16, "moe_intermediate_size": 256}
+    if family == "step3p5":
+        del sizes["num_hidden_layers"]
+        sizes |= {"num_attention_heads": 4, "num_sliding_attention_heads": 8}
+        sizes |= {"moe_intermediate_size": 256, "share_expert_dim": 512}
     if family == "nemotron_h_latents":
         sizes["moe_latent_size"] = 256
     if family in ("qwen3_5_moe_text", "qwen3_next"):

@@ -56,7 +56,8 @@ def write_metadata(
             step = config["block_multiple_of"]
             width = -(-int(2 * width / 3) // step) * step
         writer.add_feed_forward_length(width)
-    writer.add_head_count(config["num_attention_heads"])
+    if architecture != "step35":
+        writer.add_head_count(config["num_attention_heads"])
     split = architecture in LATENT and layout != "separate"
     heads = 1 if split else config["num_key_value_heads"]
     if architecture in ("lfm2", "lfm2moe"):
@@ -67,6 +68,8 @@ def write_metadata(
         _write_two_kinds(writer, config)
     elif architecture == "mimo2":
         _write_narrow_values(writer, config)
+    elif architecture == "step35":
+        _write_limits(writer, config)
     elif architecture in KIMI_DELTAS:
         writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
@@ -300,6 +303,24 @@ def _write_narrow_values(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     writer.add_sliding_window(config["sliding_window"])
     writer.add_sliding_window_pattern(slides)
+
+
+def _write_limits(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """step35's heads by layer, its rotations, its experts, and their limits."""
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    counts = config["num_attention_heads"], config["num_sliding_attention_heads"]
+    writer.add_head_count([counts[one] for one in slides])
+    writer.add_head_count_kv([config["num_key_value_heads"]] * len(slides))
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_expert_shared_feed_forward_length(config["share_expert_dim"])
+    writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    writer.add_swiglu_clamp_exp([limit or 0.0 for limit in config["swiglu_limits"]])
+    writer.add_swiglu_clamp_shexp([limit or 0.0 for limit in config["swiglu_limits_shared"]])
 
 
 def _write_convolutions(writer: GGUFWriter, config: dict[str, Any]) -> None:

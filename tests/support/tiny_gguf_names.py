@@ -120,6 +120,7 @@ BY_GGUF = (
     "gemma2",
     "afmoe",
     "mimo2",
+    "step35",
     *KIMI_DELTAS,
     "apertus",
     "qwen3vl",

@@ -59,6 +59,7 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "glm_moe_dsa",
     "mimo_v2_flash",
     "mistral4",
+    "step3p5",
 )
 _KINDS_OF_FAMILIES = {
     "gemma4_dense": "gemma4_text",
@@ -512,6 +513,24 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
         },
+    },
+    "step3p5": {
+        "num_hidden_layers": 5,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+        "mlp_layer_types": ["dense", "dense", *["sparse"] * 3],
+        "num_attention_heads": 4,
+        "num_sliding_attention_heads": 6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "share_expert_dim": 72,
+        "moe_router_scaling_factor": 1.5,
+        "swiglu_limits": [0.0, 0.0, 0.0, 0.3, 0.2],
+        "swiglu_limits_shared": [0.0, 0.4, None, 0.0, 0.5],
+        "rope_theta": [500_000.0, *[10_000.0] * 3, 500_000.0],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5],
     },
     "cohere2_moe": {
         "num_hidden_layers": 6,

@@ -32,6 +32,7 @@ _OTHERS = tuple(
         *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision.", "audio_tower."),
         "embed_audio.",
         "multi_modal_projector.",
+        "vit_large_projector.",
     )
 )
 """Beginnings of the names of tensors of pictures and sounds."""

@@ -100,6 +100,7 @@ _RULES: dict[str, _Rule] = {
         "hidden_size intermediate_size intermediate_size_mlp shared_expert_intermediate_size "
         "num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size max_position_embeddings "
         "num_experts n_routed_experts experts_per_token num_selected_experts "
+        "num_attention_groups num_sliding_attention_heads share_expert_dim "
         "moe_k d_model n_heads n_layers max_seq_len kv_n_heads ffn_hidden_size moe_num_experts moe_top_k "
         "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand "
@@ -120,7 +121,7 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         _number,
         "attention_multiplier embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor clip_qkv "
-        "route_scale moe_routed_scaling_factor moe_router_logit_softcapping kda_lower_bound "
+        "moe_router_scaling_factor route_scale moe_routed_scaling_factor moe_router_logit_softcapping kda_lower_bound "
         "swiglu_alpha swiglu_limit mscale mscale_all_dim attn_scale floor_scale attention_dropout initializer_range "
         "router_scaling_factor router_jitter_noise input_jitter_noise",
     ),
@@ -131,7 +132,7 @@ _RULES: dict[str, _Rule] = {
         "layer_norm_eps layer_norm_epsilon attention_value_scale",
     ),
     "partial_rotary_factor": _share,
-    "rope_theta": _base,
+    "rope_theta": _each_layer(_base),
     **_rules(_text, "model_type type topk_method scoring_func hybrid_override_pattern"),
     **_rules(
         _one_of(
@@ -154,14 +155,16 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         _table,
         "per_layer_config rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn "
+        "attention_other_setting "
         "linear_attn_config",
     ),
     **_rules(_list_of(_text, "names"), "layer_types layers_block_type mlp_layer_types architectures"),
     **_rules(_list_of(_number, "numbers"), "long_factor short_factor"),
+    **_rules(_list_of(_share, "numbers over 0, at most 1"), "partial_rotary_factors"),
     **_rules(_list_of(whole(0), "layers"), "mlp_only_layers moe_layers no_rope_layers"),
     **_rules(_tokens, "bos_token_id eos_token_id pad_token_id"),
 }
-_SECTIONS = ("text_config", "attn_config", "ffn_config", "ffn_act_fn")
+_SECTIONS = ("text_config", "attention_other_setting", "attn_config", "ffn_config", "ffn_act_fn")
 _NEVER_NULL = ("hidden_act", "rope_type", "max_position_embeddings", "max_seq_len", "num_attention_heads", "vocab_size")
 _NESTED = ("rope_parameters", "rope_scaling", "per_layer_config")
 """Sections that have sections of their own, for each kind of layers or each layer."""
@@ -268,7 +271,9 @@ def _check_section(section: Mapping[str, Any], name: str, where: str) -> None:
         if isinstance(value, Mapping) and (key in (*_SECTIONS, *_NESTED) or any(each in where for each in _NESTED)):
             _check_section(value, name, f"{where}{key}.")
     layers, types = section.get("num_hidden_layers"), section.get("layer_types")
-    if layers is not None and types is not None and len(types) != layers:
+    # Step 3.5 names those that predict several tokens, too.
+    ahead = section.get("num_nextn_predict_layers") or 0
+    if layers is not None and types is not None and len(types) - layers not in (0, ahead):
         raise damaged(
             f"{name} gives {len(types)} entries for {where}layer_types and {layers} layers, which do not fit together"
         )

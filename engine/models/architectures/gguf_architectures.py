@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.errors import ModelError, shown
 from engine.models.architectures.config_values import check_config
 from engine.models.architectures.families import FAMILIES
 from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_parts import llama3_parameters
 from engine.models.architectures.record import Family, GgufRecord
 from engine.models.formats.gguf_file import GgufFile, GgufTensor
 
@@ -51,7 +48,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     """The Hugging Face ``config.json`` of the model. Raises ModelError if the file says something impossible, or asks
     for something that does not run."""
     (family, record), metadata = architecture_of(gguf), Metadata(gguf)
-    layers, heads = metadata.number("block_count"), metadata.number("attention.head_count")
+    layers = metadata.number("block_count")
     head_size = metadata.head_width()
     rotated = metadata.number("rope.dimension_count", head_size)
     partly = rotated != head_size or metadata.number("attention.value_length", head_size) != head_size
@@ -61,6 +58,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
             "another model."
         )
     own = record.settings(metadata)
+    heads = own.get("num_attention_heads") or metadata.number("attention.head_count")
     rope = own["rope_parameters"] if "rope_parameters" in own else _rope(gguf, metadata, head_size, record)
     if record.sliding_rope is not None and "layer_types" in own:
         rope = {"full_attention": rope, "sliding_attention": record.sliding_rope(metadata)}
@@ -147,28 +145,8 @@ def _rope(gguf: GgufFile, metadata: Metadata, head_size: int, record: GgufRecord
 
 def _llama3_rope(gguf: GgufFile, theta: float, head_size: int) -> dict[str, Any]:
     """Llama 3.1 and later: the file holds the divisor of each frequency; find the parameters that give them."""
-    divisors = gguf.floats("rope_freqs.weight").reshape(-1).astype(np.float64)
-    # A file may claim heads of any width, which are not to take memory.
-    for high in (
-        (4.0, 1.0) if divisors.shape == (-(-head_size // 2),) else ()
-    ):  # Llama 4 has no frequencies between long and short ones
-        parameters: dict[str, Any] = {
-            "rope_type": "llama3",
-            "rope_theta": theta,
-            "factor": float(divisors.max()),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": high,
-            "original_max_position_embeddings": 8192,
-        }
-        if np.allclose(llama3_divisors(parameters, head_size), divisors, rtol=1e-4):
+    for high in (4.0, 1.0):  # Llama 4 has no frequencies between long and short ones
+        parameters = llama3_parameters(gguf, theta, head_size, 8192, high)
+        if parameters is not None:
             return parameters
     raise ModelError(f"{gguf.path} scales its positions in a way that is not Llama 3's; use its safetensors folder.")
-
-
-def llama3_divisors(parameters: Mapping[str, Any], head_size: int) -> NDArray[np.float64]:
-    """Divisors of the rotary frequencies [head_size / 2] under Llama 3's scaling."""
-    frequency = parameters["rope_theta"] ** -(np.arange(0, head_size, 2) / head_size)
-    turns = parameters["original_max_position_embeddings"] * frequency / (2 * np.pi)
-    low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
-    blend = np.where(turns > low, 1.0, 0.0) if high == low else np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return np.asarray(1.0 / ((1.0 - blend) / factor + blend), dtype=np.float64)

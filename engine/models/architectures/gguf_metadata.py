@@ -89,8 +89,10 @@ class Metadata:
 
     def head_width(self) -> int:
         """Numbers of a head. Raises ModelError if the file says something impossible of heads."""
+        if self.has("attention.key_length"):
+            return self.number("attention.key_length")
         hidden = self.number("embedding_length")
-        return self.number("attention.key_length", hidden // self.number("attention.head_count", largest=hidden))
+        return hidden // self.number("attention.head_count", largest=hidden)
 
     def real(self, key: str, default: float) -> float:
         """Raises ModelError if it is not a positive number, nor 0 where that is the default."""

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.model_files import Change, Order
 
 
@@ -54,6 +56,41 @@ def rotated_part(metadata: Metadata) -> float:
     """Which part of each head is rotated. Raises ModelError if the file says something impossible of heads."""
     width = metadata.head_width()
     return metadata.number("rope.dimension_count", width) / width
+
+
+def llama3_parameters(
+    gguf: GgufFile, theta: float, head_size: int, original: int, high: float
+) -> dict[str, Any] | None:
+    """The settings of Llama 3's scaling that give the divisors of frequencies in the file, with the base ``theta``, a
+    text of ``original`` tokens and ``high`` as the factor of high frequencies; None if they give others."""
+    divisors = gguf.floats("rope_freqs.weight").reshape(-1).astype(np.float64)
+    # A file may claim heads of any width, which are not to take memory.
+    if divisors.shape != (-(-head_size // 2),):
+        return None
+    parameters: dict[str, Any] = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": float(divisors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+    return parameters if np.allclose(llama3_divisors(parameters, head_size), divisors, rtol=1e-4) else None
+
+
+def llama3_divisors(parameters: Mapping[str, Any], head_size: int) -> NDArray[np.float64]:
+    """Divisors of the rotary frequencies [head_size / 2] under Llama 3's scaling."""
+    frequency = parameters["rope_theta"] ** -(np.arange(0, head_size, 2) / head_size)
+    turns = parameters["original_max_position_embeddings"] * frequency / (2 * np.pi)
+    low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
+    blend = np.where(turns > low, 1.0, 0.0) if high == low else np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return np.asarray(1.0 / ((1.0 - blend) / factor + blend), dtype=np.float64)
+
+
+def network_kinds(metadata: Metadata, layers: int) -> list[str]:
+    """Whether each of the first ``layers`` layers has experts: ``mlp_layer_types`` of ``config.json``."""
+    routed = [f"blk.{layer}.ffn_gate_inp.weight" in metadata.file.tensors for layer in range(layers)]
+    return ["sparse" if one else "dense" for one in routed]
 
 
 def sliding_layers(metadata: Metadata, interval: int) -> list[str]:

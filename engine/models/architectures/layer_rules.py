@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.config_values import positive_number, setting, whole_number
-from engine.models.architectures.record import Config, QueryGrowth
+from engine.models.architectures.record import Config, Limit, QueryGrowth
 
 # --- which layers have experts ----------------------------------------------------------------------------------------
 
@@ -229,6 +230,27 @@ def growing_queries(default: Config) -> Callable[[Config], QueryGrowth | None]:
         rope = config.get("rope_parameters") or default
         by = rope.get("llama_4_scaling_beta")
         return QueryGrowth(by, positive_number(rope, "original_max_position_embeddings")) if by else None
+
+    return rule
+
+
+# --- limits within networks -------------------------------------------------------------------------------------------
+
+
+def listed_limits(key: str) -> Limit:
+    """The limit that the list at ``key`` has for a layer; none where it is null or 0, or there is no list (step3p5).
+
+    Raises ModelError if it ends before the layer, or has something else.
+    """
+
+    def rule(config: Config, layer: int) -> float:
+        limits = config.get(key)
+        if limits is None:
+            return 0.0
+        limit = limits[layer] if isinstance(limits, list) and layer < len(limits) else math.nan
+        if limit is not None and not (type(limit) in (int, float) and 0 <= limit < math.inf):
+            raise damaged(f"config.json gives {shown(limits)} for {key}, which must be a limit for each layer")
+        return float(limit or 0)
 
     return rule
 

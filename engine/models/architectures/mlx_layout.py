@@ -35,6 +35,7 @@ def as_transformers(headers: Headers, config: Mapping[str, Any]) -> tuple[Header
         renamed[file] = {}
         for stored, entry in header.items():
             name = _renamed(stored, family)
+            turned = turned or _has_one_added(stored, family)
             if name.endswith(_TAPS) and len(entry.shape) == 3 and entry.shape[1] > 1 and entry.shape[2] == 1:
                 channels, taps, _ = entry.shape
                 renamed[file][name] = replace(entry, shape=(channels, 1, taps))
@@ -48,8 +49,16 @@ def as_transformers(headers: Headers, config: Mapping[str, Any]) -> tuple[Header
     return renamed, {name: less_one for name in names if is_offset_norm(name)}
 
 
+def _has_one_added(stored: str, family: Family | None) -> bool:
+    """Whether a tensor's name, which is mlx-lm's, says that one was added to the weights of norms."""
+    if family is None or family.mlx is None or not family.mlx.adds_one:
+        return False
+    return any(theirs in stored for theirs, _ in family.mlx.stored_names)
+
+
 def is_offset_norm(name: str) -> bool:
-    """Whether ``name`` is, in a family with delta-nets, of a norm that multiplies by one more than its weight."""
+    """Whether ``name`` is, in a family to whose norms mlx-lm adds one, of a norm that multiplies by one more than its
+    weight."""
     return name == "model.norm.weight" or name.endswith(_OFFSET_NORMS)
 
 

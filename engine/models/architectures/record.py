@@ -71,6 +71,15 @@ def one(config: Config) -> float:
     return 1.0
 
 
+Limit = Callable[[Config, int], float]
+"""Limit of what SiLU gives within a layer, and of what it multiplies, from the settings and the layer; 0: none."""
+
+
+def unlimited(config: Config, layer: int) -> float:
+    """No layer has a limit."""
+    return 0.0
+
+
 @dataclass(frozen=True)
 class RouterRecord:
     """How a layer chooses and weighs a token's experts."""
@@ -125,6 +134,8 @@ class MoeRecord:
     shared_scale: Number = one
     """Factor on what a plain shared expert gives."""
     activation: ActivationKind = "gated"
+    limit: Limit = unlimited
+    """Limit within the routed experts of a layer (step3p5)."""
     layers: Callable[[Config, int], list[int]] = lambda config, layers: list(range(layers))
     """Layers with experts, from the configuration and the number of layers."""
     count_key: str = "num_local_experts"
@@ -352,6 +363,8 @@ class DecoderRecord:
     """Whether each head's values are normed, without weights (gemma4)."""
     ffn: Callable[[Config, int], int] = same_width
     """Width of the dense feed-forward network of a layer."""
+    limit: Limit = unlimited
+    """Limit within the networks of a layer that all tokens pass, also within shared experts (step3p5)."""
     windows: Callable[[Config, int], list[int]] = no_windows
     """Tokens that each layer sees; 0: all."""
     chunked: bool = False
@@ -519,6 +532,8 @@ class MlxRecord:
     """Whether the other runtimes read what mlx-lm quantised."""
     stored_names: tuple[tuple[str, str], ...] = ()
     """Parts of names in checkpoints that mlx-lm wrote, and what stands there in the family's own."""
+    adds_one: bool = False
+    """Whether weights of norms that multiply by one more than those of the family's own checkpoints have it added."""
     renames: bool = False
     """Whether mlx-lm itself gives tensors of the family's own checkpoints its names."""
 

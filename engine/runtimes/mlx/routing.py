@@ -155,7 +155,8 @@ def _gated_shared_expert(block: Block, hidden: Array) -> Array | None:
 
 
 def _shared_experts(block: Block, hidden: Array) -> Array | None:
-    return block.shared_experts(hidden) if "shared_experts" in block else None
+    name = next((name for name in ("shared_experts", "share_expert") if name in block), None)
+    return None if name is None else block[name](hidden)
 
 
 ROUTES: dict[str, Route] = {

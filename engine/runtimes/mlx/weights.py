@@ -110,6 +110,8 @@ def from_files(
                 trunk[named(name)] = read(tensor)
                 progress("loading weights", done, total, "bytes")
             trunk = _keep_precision(model, trunk, files, named)
+        if family.adds_one:
+            trunk |= {name: array + 1.0 for name, array in trunk.items() if is_offset_norm(name)}
         _assign(model, trunk, files.folder)
         trunk.clear()
         # Evaluated now, so that no unconverted copy stays in memory while the experts are read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from engine.runtimes.native.shape import (
     Shape,
     bulk_dtype,
     compute_dtype,
-    read_gate,
+    expert_gates,
     read_shape,
     unsupported_shape,
 )
@@ -98,7 +98,7 @@ class NativeRuntime(Runtime):
         pool = shared_pool(threads)
         trunk = None
         if ring is not None and experts is not None:
-            backend = open_backend(experts, ring.context, shape.gate, choice, pool)
+            backend = open_backend(experts, ring.context, shape.expert_gates, choice, pool)
             layers = tuple(experts.layers)
             executor = RingExecutor(backend, ring.exchange, ring.context, layers, experts.count, recorder)
             trunk = RingTrunk(executor, backend, layers, shape, ring.logits)
@@ -118,10 +118,10 @@ class NativeRuntime(Runtime):
         choice = choose(compute_dtype(files, request))
         if not choice.native:
             raise ModelError(f"The native kernels cannot be used: {choice.reason}; choose the runtime torch.")
-        gate, pool = read_gate(files.config), shared_pool(_threads(request))
+        gates, pool = expert_gates(files.config), shared_pool(_threads(request))
         with unchanged(files.mapped_files):
             repacked = files.repack(progress, held_in(experts, context), trunk=False)
-        backend = open_backend(experts, context, gate, choice, pool)
+        backend = open_backend(experts, context, gates, choice, pool)
         return NodeExperts(backend, width_of(experts), _in_ring(choice, context), experts, repacked)
 
 
@@ -228,12 +228,14 @@ def unreadable_experts(experts: Experts) -> str | None:
     return f"its experts cannot be run where they lie ({reason}{advice})"
 
 
-def open_backend(experts: Experts, context: RankContext, gate: Gate, choice: KernelChoice, pool: Pool) -> KernelBackend:
-    """The experts of ``context``, ready to run. The weights stay in the mapped files.
+def open_backend(
+    experts: Experts, context: RankContext, gates: Sequence[Gate], choice: KernelChoice, pool: Pool
+) -> KernelBackend:
+    """The experts of ``context``, ready to run, with the function of each layer. The weights stay in the mapped files.
 
     Raises ModelError if the context's placement is for another model, or an expert of this node is missing.
     """
-    kernels = KernelExperts(held_by(experts, context.placement, context.rank), lambda layer: gate, choice, pool)
+    kernels = KernelExperts(held_by(experts, context.placement, context.rank), gates.__getitem__, choice, pool)
     kernels.open()
     return KernelBackend(kernels)
 

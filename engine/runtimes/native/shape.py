@@ -32,6 +32,7 @@ from engine.models.architectures.record import (
     DeltaSizes,
     Family,
     HeadNorm,
+    Limit,
     MambaSizes,
     MoeRecord,
     Norms,
@@ -41,6 +42,7 @@ from engine.models.architectures.record import (
     SharedExpert,
     StreamSizes,
     switched,
+    unlimited,
 )
 from engine.models.folders.sizes import STATE_COLUMNS
 from engine.models.formats.model_files import ModelFiles
@@ -238,6 +240,10 @@ class Shape:
     context: int
     epsilon: float
     gate: Gate
+    network_gates: tuple[Gate, ...]
+    """Those of each layer's networks that all tokens pass, which may have limits."""
+    expert_gates: tuple[Gate, ...]
+    """Those of each layer's routed experts."""
     has_gates: bool
     """Whether networks and experts have gates, or their first matrix stands for both."""
     windows: tuple[int, ...]
@@ -378,6 +384,8 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         context=whole_number(config, "max_position_embeddings"),
         epsilon=positive_number(config, decoder.epsilon_setting, 1e-6),
         gate=read_gate(config),
+        network_gates=_limited(config, decoder.limit),
+        expert_gates=expert_gates(config),
         has_gates=family.has_gates,
         windows=tuple(decoder.windows(config, layers)),
         chunked=decoder.chunked,
@@ -665,6 +673,19 @@ def read_gate(config: Mapping[str, Any]) -> Gate:
             "clamped", positive_number(config, "swiglu_alpha", 1.702), positive_number(config, "swiglu_limit", 7.0)
         )
     return Gate(_kernels(FAMILIES[config["model_type"]])[_activation(config)])
+
+
+def expert_gates(config: Mapping[str, Any]) -> tuple[Gate, ...]:
+    """The function within the routed experts of each layer. Raises ModelError if a setting of their limits is
+    impossible."""
+    moe = FAMILIES[config["model_type"]].moe
+    return _limited(completed(config), unlimited if moe is None else moe.limit)
+
+
+def _limited(config: Mapping[str, Any], limit: Limit) -> tuple[Gate, ...]:
+    gate, layers = read_gate(config), range(whole_number(config, "num_hidden_layers"))
+    limits = (limit(config, layer) for layer in layers)
+    return tuple(Gate("clamped_silu", limit=each) if each else gate for each in limits)
 
 
 def _is_clamped(family: Family) -> bool:

@@ -340,7 +340,7 @@ class TrunkWeights:
         if experts is not None and index in shape.moe_layers:
             self._fill_moe(index, layer, experts)
         elif shape.norms != "single" or index in shape.networks:
-            layer.experts = self._dense(prefix + "mlp.", shape.ffns[index], shape.mlp_bias)
+            layer.experts = self._dense(index, "mlp.", shape.ffns[index], shape.mlp_bias)
 
     def _fill_attention(self, index: int, layer: TrunkLayer) -> None:
         shape, tensors, attention = self._shape, self._tensors, f"model.layers.{index}.self_attn."
@@ -680,7 +680,7 @@ class TrunkWeights:
             layer.narrow = self._tensors.matrix([narrow], shape.latents, shape.hidden)
             layer.widen = self._tensors.matrix([widen], shape.hidden, shape.latents)
         if not self._in_ring:
-            routed = layer_experts(experts, index, shape.gate, self._choice)
+            routed = layer_experts(experts, index, shape.expert_gates[index], self._choice)
             self._experts.append(routed)
             layer.experts = routed.address
         if self._popularity is not None:
@@ -692,16 +692,16 @@ class TrunkWeights:
             correction = self._tensors.take([prefix + shape.correction], (*rows, experts.count))
             layer.correction = self._tensors.keep(to_float32(correction))
         if shape.shared_expert == "network":
-            layer.shared = self._dense(prefix + "mlp.", shape.ffns[index], shape.mlp_bias)
+            layer.shared = self._dense(index, "mlp.", shape.ffns[index], shape.mlp_bias)
         elif shape.shared_expert == "plain":
-            layer.shared = self._dense(prefix + "mlp.shared_experts.", shape.shared_ffn, shape.mlp_bias)
+            layer.shared = self._dense(index, "mlp.shared_experts.", shape.shared_ffn, shape.mlp_bias)
         elif shape.shared_expert == "gated":
-            layer.shared = self._dense(prefix + "mlp.shared_expert.", shape.shared_ffn, bias=False)
+            layer.shared = self._dense(index, "mlp.shared_expert.", shape.shared_ffn, bias=False)
             layer.shared_gate = self._tensors.exact([prefix + "mlp.shared_expert_gate.weight"], 1, shape.hidden)
 
-    def _gate(self, prefix: str) -> Gate:
-        """The function within the network, with the numbers that it has learned (apertus)."""
-        gate = self._shape.gate
+    def _gate(self, index: int, prefix: str) -> Gate:
+        """The function within a layer's network, with the numbers that it has learned (apertus)."""
+        gate = self._shape.network_gates[index]
         if gate.kind != "xielu":
             return gate
 
@@ -712,9 +712,9 @@ class TrunkWeights:
         above, below = (math.log1p(math.exp(number(name, (1,)))) for name in ("alpha_p", "alpha_n"))
         return Gate("xielu", alpha=above, limit=beta + below, beta=beta, epsilon=number("eps", ()))
 
-    def _dense(self, prefix: str, ffn: int, bias: bool) -> int:
-        """Address of a feed-forward network, as a layer of one expert."""
-        tensors, hidden = self._tensors, self._shape.hidden
+    def _dense(self, index: int, name: str, ffn: int, bias: bool) -> int:
+        """Address of the feed-forward network ``name`` within a layer, as a layer of one expert."""
+        tensors, hidden, prefix = self._tensors, self._shape.hidden, f"model.layers.{index}.{name}"
 
         def added(name: str, count: int) -> StoredTensor | None:
             """A bias in float32, because the three may be stored in different formats."""
@@ -740,6 +740,6 @@ class TrunkWeights:
             up_bias=up_bias,
             down_bias=added("down_proj.bias", hidden),
         )
-        layer = LayerExperts({0: expert}, 1, self._gate(prefix), self._choice)
+        layer = LayerExperts({0: expert}, 1, self._gate(index, prefix), self._choice)
         self._experts.append(layer)
         return layer.address

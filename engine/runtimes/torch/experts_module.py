@@ -151,11 +151,11 @@ def gate_of(experts: nn.Module) -> FamilyGate:
 
 
 def _clamp_of(experts: nn.Module) -> tuple[float | None, float | None]:
-    """The two numbers of a clamped gate, by the names that families use for them."""
+    """The two numbers of a clamped gate, or the limit alone, by the names that families use for them."""
     for names in (("alpha", "limit"), ("swiglu_alpha", "swiglu_limit")):
         alpha, limit = (getattr(experts, name, None) for name in names)
-        if isinstance(alpha, float | int) and isinstance(limit, float | int):
-            return float(alpha), float(limit)
+        if isinstance(limit, float | int):
+            return float(alpha) if isinstance(alpha, float | int) else None, float(limit)
     return None, None
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
-from mlx_lm.models import gpt_oss
+from mlx_lm.models import gpt_oss, step3p5
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from engine.ipc.messages import Load
 from engine.models.folders.opening import read_config
@@ -21,6 +22,7 @@ from engine.runtimes.mlx.model import MlxModel, MlxRows
 from engine.runtimes.mlx.runtime import MlxRuntime
 from tests.engine.runtimes.composite_models import write_composite
 from tests.engine.runtimes.subjects import REGULAR
+from tests.support.published_step import as_published
 from tests.support.tiny_models import write_tiny_model
 
 MOE_FAMILIES = (
@@ -47,6 +49,7 @@ MOE_FAMILIES = (
     "mimo_v2_flash",
     "mistral4",
     "kimi_linear",
+    "step3p5",
 )
 FAMILIES = (
     "llama",
@@ -150,6 +153,7 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "dots1": {"moe_intermediate_size": 32},
     "afmoe": {"moe_intermediate_size": 32},
     "mimo_v2_flash": {"moe_intermediate_size": 32},
+    "step3p5": {"moe_intermediate_size": 32, "share_expert_dim": 64},
     "gemma2": {},
     "apertus": {},
     "solar_open": {"moe_intermediate_size": 32},
@@ -247,6 +251,8 @@ def library_model(folder: Path) -> Any:
     if "text_config" in json.loads((folder / "config.json").read_text()):
         return load_model(folder)[0]
     config = translate_config(complete_config(folder, read_config(folder)))
+    if config["model_type"] == "step3p5" and "quantization" not in config:
+        return _library_step(folder, config)
     if config["model_type"] == "gpt_oss" and "quantization" not in config:
         return _library_gpt_oss(folder, config)
     if config["model_type"] == "qwen3_5_text":
@@ -276,6 +282,16 @@ def _library_gpt_oss(folder: Path, config: dict[str, Any]) -> Any:
     model = gpt_oss.Model(gpt_oss.ModelArgs.from_dict(config))
     model.eval()
     model.load_weights(list(weights.items()), strict=True)
+    return model
+
+
+def _library_step(folder: Path, config: dict[str, Any]) -> Any:
+    """mlx-lm reads Step 3.5 as it is published, not as transformers writes it."""
+    weights = as_published(load_file(folder / "model.safetensors"))
+    model = step3p5.Model(step3p5.ModelArgs.from_dict(config))
+    model.eval()
+    arrays = model.sanitize({name: mx.array(values) for name, values in weights.items()})
+    model.load_weights(list(arrays.items()), strict=True)
     return model
 
 

@@ -81,6 +81,7 @@ FAMILIES = (
     "cohere2_moe",
     "mimo_v2_flash",
     "mistral4",
+    "step3p5",
     "qwen4_exp_text",
     "apertus",
     "qwen3_vl_text",

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.models.architectures.config_values import number_of
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.gguf_parts import experts
+from engine.models.architectures.gguf_parts import experts, network_kinds
 from engine.models.architectures.layer_rules import sparse_layers
 from engine.models.architectures.parts import QWEN, shared_experts
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MoeRecord, RouterRecord
@@ -15,14 +15,13 @@ from engine.models.architectures.record import DecoderRecord, Family, GgufRecord
 def _settings(metadata: Metadata) -> dict[str, Any]:
     layers = metadata.number("block_count") - metadata.number("nextn_predict_layers", 0)
     width = metadata.number("expert_feed_forward_length")
-    sparse = [f"blk.{layer}.ffn_gate_inp.weight" in metadata.file.tensors for layer in range(layers)]
     return {
         **experts("num_experts")(metadata),
         "num_hidden_layers": layers,
         "moe_intermediate_size": width,
         "num_shared_experts": metadata.number("expert_shared_feed_forward_length", width) // width,
         "router_scaling_factor": metadata.short_real("expert_weights_scale", 1.0),
-        "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+        "mlp_layer_types": network_kinds(metadata, layers),
     }
 
 

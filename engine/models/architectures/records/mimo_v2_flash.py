@@ -7,7 +7,7 @@ from typing import Any
 from engine.errors import ModelError, shown
 from engine.models.architectures.config_values import positive_number, whole_number
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.gguf_parts import experts, rotated_part, sliding_layers
+from engine.models.architectures.gguf_parts import experts, network_kinds, rotated_part, sliding_layers
 from engine.models.architectures.layer_rules import kind_windows, kinds_by, rope_by_kind, sparse_layers
 from engine.models.architectures.parts import GROUPED, QWEN
 from engine.models.architectures.record import Config, DecoderRecord, Family, GgufRecord, MlxRecord, MoeRecord
@@ -52,9 +52,6 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
             f"{metadata.file.path} gives {shown(counts)} for head_count_kv, which must be twice as many in layers "
             "with a window; use another file of this model."
         )
-    experts_from = next(
-        (layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" in metadata.file.tensors), layers
-    )
     rope = {"rope_type": "default", "partial_rotary_factor": rotated_part(metadata)}
     return {
         **experts("n_routed_experts")(metadata),
@@ -65,7 +62,7 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
         "norm_topk_prob": True,
         "layer_types": kinds,
-        "mlp_layer_types": ["dense"] * experts_from + ["sparse"] * (layers - experts_from),
+        "mlp_layer_types": network_kinds(metadata, layers),
         "sliding_window": metadata.number("attention.sliding_window"),
         "rope_parameters": {
             _FULL: {**rope, "rope_theta": full},

@@ -12,7 +12,7 @@ from torch.nn import functional
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``gate(gate_out, up_out)``, both [tokens, ffn]: the input of the down projection, as the family computes it."""
 
-ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped", "clamped_silu"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Activation:
     """A gate that needs no Python: ``kind(gate) * up``.
 
     ``clamped`` is ``g * sigmoid(alpha * g) * (u + 1)`` with g = gate, at most ``limit``, and u = up, between
-    ``-limit`` and ``limit``; the other kinds ignore both numbers.
+    ``-limit`` and ``limit``. ``clamped_silu`` is ``g * u`` with g = silu(gate), at most ``limit``, and the same u. The
+    other kinds ignore both numbers.
     """
 
     kind: ActivationKind
@@ -40,6 +41,8 @@ class Activation:
             case "clamped":
                 gate, up = gate_out.clamp(max=self.limit), up_out.clamp(-self.limit, self.limit)
                 return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+            case "clamped_silu":
+                return functional.silu(gate_out).clamp(max=self.limit) * up_out.clamp(-self.limit, self.limit)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ def family_gate(
     used.
     """
     candidates = [Activation("silu"), Activation("gelu"), Activation("gelu_tanh"), Activation("relu")]
+    if limit is not None:
+        candidates.append(Activation("clamped_silu", limit=limit))
     if alpha is not None and limit is not None:
         candidates.append(Activation("clamped", alpha, limit))
     gate_out, up_out = _probe()

@@ -15,7 +15,7 @@ from engine.cluster.weights.transfer import decode_offer, encode_offer, stream
 from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
 from engine.cluster.worker.model_provider import find_provided
 from engine.errors import ModelError
-from engine.models.architectures.gguf_architectures import llama3_divisors
+from engine.models.architectures.gguf_parts import llama3_divisors
 from engine.models.folders import model_folder
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare

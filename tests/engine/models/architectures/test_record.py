@@ -15,6 +15,7 @@ from gguf import MODEL_ARCH_NAMES
 from engine.errors import ModelError
 from engine.models.architectures import records
 from engine.models.architectures.composite import language_only
+from engine.models.architectures.config_values import check_config
 from engine.models.architectures.families import FAMILIES, completed, layer_kinds, renamed
 from engine.models.architectures.layer_rules import KINDS
 from engine.models.architectures.record import Family
@@ -28,6 +29,7 @@ from engine.runtimes.native.shape import (
     rope_of_kind,
     unsupported_shape,
 )
+from tests.support.published_step import PUBLISHED
 from tests.support.tiny_models import TINY_FAMILIES, tiny_config
 
 
@@ -113,8 +115,8 @@ def test_rotary_bases_epsilons_and_activations_are_those_of_transformers(family:
     if rope is None:
         assert family.decoder.head_kinds is not None
         assert set(family.decoder.head_kinds({}, 4)) == {family.decoder.unrotated}
-    elif family.decoder.kind_rope is not None and rope.keys() == set(KINDS):
-        found = {kind: family.decoder.kind_rope({"rope_parameters": rope}, kind) for kind in KINDS}
+    elif family.decoder.kind_rope is not None and rope.keys() <= set(KINDS):
+        found = {kind: family.decoder.kind_rope({"rope_parameters": rope}, kind) for kind in rope}
         assert found == rope
     else:
         assert rope["rope_theta"] == family.decoder.rope_theta
@@ -240,6 +242,39 @@ def test_what_transformers_ignores_of_ling_is_refused(settings: dict[str, Any], 
     assert renamed(dict(config))["num_experts_per_tok"] == 3
     with pytest.raises(ModelError, match=problem):
         renamed(config | settings)
+
+
+def test_published_settings_of_step_are_those_of_transformers() -> None:
+    from transformers import CONFIG_MAPPING
+
+    library = CONFIG_MAPPING["step3p5"].from_dict(copy.deepcopy(PUBLISHED)).to_dict()
+    check_config(PUBLISHED, "config.json")
+    found = renamed(copy.deepcopy(PUBLISHED))
+    named = ("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_parameters")
+    numbers = ("num_sliding_attention_heads", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok")
+    assert {key: found[key] for key in (*named, *numbers)} == {key: library[key] for key in (*named, *numbers)}
+    moe_layers = tuple(range(3, 45))
+    assert read_shape(found, moe_layers) == read_shape(library, moe_layers)
+    assert renamed(found) == found
+    assert unsupported_shape(found) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"moe_layers_enum": "3,x"}, "gives 3,x for moe_layers_enum, which must be a list of layers"),
+        ({"moe_layers_enum": 3}, "gives 3 for moe_layers_enum, which must be a list of layers"),
+        ({"attention_other_setting": {"num_attention_groups": 4}}, "a num_attention_groups of 4, which does not run"),
+        ({"attention_other_setting": {"head_dim": 64}}, "a head_dim of 64, which does not run"),
+        ({"rope_theta": []}, "no rotary settings of layer 1"),
+        ({"swiglu_limits": [7.0]}, r"gives \[7.0\] for swiglu_limits, which must be a limit for each layer"),
+        ({"swiglu_limits": [-1.0] * 45}, "for swiglu_limits, which must be a limit for each layer"),
+        ({"swiglu_limits_shared": 7}, "gives 7 for swiglu_limits_shared, which must be a limit for each layer"),
+    ],
+)
+def test_settings_of_step_that_cannot_be_are_a_sentence(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        read_shape(renamed({**PUBLISHED, **settings}), tuple(range(3, 45)))
 
 
 def test_every_file_of_records_is_found_and_no_family_is_there_twice() -> None:

@@ -20,6 +20,7 @@ from engine.models.architectures.record import renamed
 from engine.models.folders.opening import open_model
 from engine.models.formats.safetensors_files import TensorEntry
 from tests.support.opened_experts import assert_same_values, experts_of
+from tests.support.published_step import as_published
 from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of
 from tests.support.transformers_models import transformers_language_model
 
@@ -140,6 +141,24 @@ def test_experts_fused_as_transformers_holds_them_are_read_too(tiny_model: TinyM
     experts = experts_of(folder)
     assert_same_values(experts, plain)
     assert all(experts.expert(layer, each).gate_up is not None for layer in plain.layers for each in range(plain.count))
+
+
+def test_step_is_read_as_it_is_published(tiny_model: TinyModel, tmp_path: Path):
+    plain = open_model(tiny_model("step3p5"))
+    folder = copy_of(tiny_model("step3p5"), tmp_path)
+    stored = as_published(load_file(folder / "model.safetensors"))
+    pictures = {
+        name: np.ones((4, 4), np.float32) for name in ("vision_model.conv1.weight", "vit_large_projector.weight")
+    }
+    ahead = {"model.layers.5.eh_proj.weight": np.ones((4, 4), np.float32)}
+    save_file(stored | pictures | ahead, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "step3p7", "text_config": text}))
+    files = open_model(folder)
+    assert {name: tensor.words.tobytes() for name, tensor in files.trunk()} == {
+        name: tensor.words.tobytes() for name, tensor in plain.trunk()
+    }
+    assert_same_values(files.experts, plain.experts)
 
 
 def test_layers_for_multi_token_prediction_are_left_out(tiny_model: TinyModel, tmp_path: Path):

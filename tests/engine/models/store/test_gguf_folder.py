@@ -26,10 +26,11 @@ from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load, Plan
 from engine.models.architectures import gguf_tensors
 from engine.models.architectures.families import renamed
-from engine.models.architectures.gguf_architectures import architecture_of, config_of, llama3_divisors
+from engine.models.architectures.gguf_architectures import architecture_of, config_of
+from engine.models.architectures.gguf_parts import llama3_divisors
 from engine.models.architectures.gguf_tensors import entries_of
 from engine.models.folders import model_folder
-from engine.models.folders.opening import open_model
+from engine.models.folders.opening import open_model, read_config
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.model_files import Change, ModelFiles, Order, StoredTensor, whole_bytes
 from engine.models.formats.number_formats import is_packed
@@ -275,6 +276,39 @@ def test_latent_attention_or_routing_that_does_not_run_is_refused(
 ) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf", sources("deepseek_v2"), "deepseek2", extra=extra)
     with pytest.raises(ModelError, match=message):
+        open_gguf(path, quiet)
+
+
+STEP_SCALING = {
+    "rope_theta": 500_000.0,
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 32.0,
+    "original_max_position_embeddings": 131_072,
+}
+"""Settings by which Step 3.5 scales the positions of layers that see everything."""
+
+
+def test_positions_of_step_are_scaled_as_its_divisors_say(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    divisors = llama3_divisors(STEP_SCALING, 32).astype(np.float32)
+    assert len(np.unique(divisors)) > 3
+    for factor in (1, 2):
+        extra = {"rope_freqs.weight": divisors * np.float32(factor)}
+        path = write_tiny_gguf(tmp_path / f"{factor}.gguf", sources("step3p5"), "step35", extra_tensors=extra)
+        if factor > 1:
+            with pytest.raises(ModelError, match=r"in a way that is not Step 3\.5's"):
+                open_gguf(path, quiet)
+            continue
+        rope = read_config(open_gguf(path, quiet))["rope_parameters"]
+        assert rope["full_attention"] == {**STEP_SCALING, "rope_type": "llama3", "partial_rotary_factor": 0.5}
+        assert rope["sliding_attention"] == {
+            "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0,
+        }  # fmt: skip
+
+
+def test_another_router_of_step_is_refused(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", sources("step3p5"), "step35", extra={"expert_gating_func": 1})
+    with pytest.raises(ModelError, match="routes by the function 1"):
         open_gguf(path, quiet)
 
 

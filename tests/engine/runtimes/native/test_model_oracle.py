@@ -33,6 +33,17 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases, other scores, no limits, long texts in layers that see everything": (
+        "step3p5",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "query_pre_attn_scalar": 24,
+            "swiglu_limits": None,
+            "swiglu_limits_shared": None,
+            "rope_scaling": LLAMA3,
+        },
+    ),
     "gates of each number": ("laguna", {"gating": "per-element"}),
     "experts by softmax, summed, behind plain norms": (
         "cohere2_moe",

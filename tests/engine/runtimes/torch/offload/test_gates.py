@@ -41,6 +41,9 @@ def test_every_family_is_recognised(family: str) -> None:
     places = find_experts(build_skeleton(config, torch.bfloat16))
     found = {gate_of(place.experts).activation for place in places}
     expected = Activation("silu")
+    if family == "step3p5":
+        assert found == {expected, *(Activation("clamped_silu", limit=limit) for limit in config.swiglu_limits[3:])}
+        return
     if family == "gpt_oss":
         expected = Activation("clamped", config.swiglu_alpha, config.swiglu_limit)
     elif family == "gemma4_text":
@@ -71,6 +74,22 @@ def test_a_gate_that_fails_on_the_probe_is_left_to_the_library() -> None:
     gate = family_gate(lambda gate_out, up_out: gate_out * weights * up_out)
     assert gate.activation is None
     assert torch.equal(gate(torch.ones(2, 7), torch.ones(2, 7)), weights.expand(2, 7))
+
+
+def test_a_limit_alone_is_that_of_silu_behind_it() -> None:
+    right = Activation("clamped_silu", limit=7.0)
+
+    def limited(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return functional.silu(gate).clamp(max=7.0) * up.clamp(-7.0, 7.0)
+
+    assert family_gate(limited, limit=7.0).activation == right
+    assert family_gate(limited, limit=9.0).activation is None
+    assert family_gate(limited).activation is None
+    assert family_gate(right, limit=float("inf")).activation is None
+    silu = Activation("silu")
+    assert family_gate(silu, limit=float("inf")).activation == silu
+    before = family_gate(lambda gate, up: functional.silu(gate.clamp(max=7.0)) * up.clamp(-7.0, 7.0), limit=7.0)
+    assert before.activation is None
 
 
 def test_the_clamped_gate_takes_its_numbers_from_the_module() -> None:
