@@ -86,6 +86,7 @@ ARCHITECTURES = {
     "apertus": "apertus",
     "qwen4_exp_text": "qwen4exp",
     "qwen3_vl_text": "qwen3vl",
+    "qwen3_vl_moe_text": "qwen3vlmoe",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -275,7 +276,7 @@ def write_tiny_gguf(
         if name.endswith(("input_linear.weight", "output_linear.weight")):
             true[name] = _granite(name, values, written, pack, has_experts=bool(config["num_local_experts"]))
             continue
-        if ".experts." in name and architecture in ("gemma4", "mistral4", "step35"):
+        if ".experts." in name and architecture in ("gemma4", "mistral4", "step35", "qwen3vlmoe"):
             true[name] = _gemma(name, values, written, pack, layout)
             continue
         if ".feed_forward.experts." in name and architecture == "llama4":
@@ -422,7 +423,7 @@ def _gemma(
     pack: _Packing,
     layout: Layout,
 ) -> Floats:
-    """gemma4's, mistral4's and step35's experts come stacked, with gate and up in one, and are mostly stored so."""
+    """Experts that come stacked, with gate and up in one, and are mostly stored so."""
     half = values.shape[1] // 2
     pieces = {"down": values} if name.endswith("down_proj") else {"gate_up": values}
     if "gate_up" in pieces and layout == "stacked":
@@ -612,10 +613,12 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["num_hidden_layers"], sizes["head_dim"]
         sizes |= {"shared_intermediate_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32}
         sizes["residual_multiplier"] = 0.3
-    if family in ("qwen2_moe", "qwen3_moe", "olmoe", "hunyuan_v1_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "hunyuan_v1_moe"):
         sizes["num_experts"] = 4
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text"):
         sizes |= {"mlp_only_layers": [], "moe_intermediate_size": 256}
+    if family == "qwen3_vl_moe_text":  # not square, as shapes say whether experts are transposed
+        sizes["moe_intermediate_size"] = 512
     if family in ("qwen2_moe", "qwen3_5_moe_text"):
         sizes["shared_expert_intermediate_size"] = 256
     if family.startswith("qwen3_5"):
@@ -691,7 +694,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes["layer_types"] = ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
         sizes |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 256}
         sizes |= {"moe_intermediate_size": 256, "intermediate_size": 256}
-    if family == "qwen3_vl_text":  # llama.cpp rotates what sections hold alone
+    if family in ("qwen3_vl_text", "qwen3_vl_moe_text"):  # llama.cpp rotates what sections hold alone
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
         sizes["rope_parameters"] = rope
     if family == "mimo_v2_flash":

@@ -185,7 +185,7 @@ def write_metadata(
     if architecture in ("gemma3", "olmo2") and whole_rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(whole_rope["factor"])
-    if architecture == "qwen3vl":
+    if architecture in ("qwen3vl", "qwen3vlmoe"):
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     if architecture == "mistral3":
         writer.add_float32("mistral3.attention.temperature_scale", whole_rope["llama_4_scaling_beta"])

@@ -124,6 +124,7 @@ BY_GGUF = (
     *KIMI_DELTAS,
     "apertus",
     "qwen3vl",
+    "qwen3vlmoe",
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {

@@ -60,6 +60,7 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "mimo_v2_flash",
     "mistral4",
     "step3p5",
+    "qwen3_vl_moe_text",
 )
 _KINDS_OF_FAMILIES = {
     "gemma4_dense": "gemma4_text",
@@ -114,6 +115,13 @@ _DELTA_NET: dict[str, Any] = {
     },
 }
 """Three layers of gated delta-net, the fourth with attention."""
+
+_SPREAD_ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
+}
 
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 6,
@@ -558,14 +566,15 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5, "num_hidden_layers": 4},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 0.5},
     "apertus": {},
-    "qwen3_vl_text": {
+    "qwen3_vl_text": {"head_dim": 16, "rope_parameters": _SPREAD_ROPE},
+    "qwen3_vl_moe_text": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
         "head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True,
-        },
+        "mlp_only_layers": [0],
+        "tie_word_embeddings": False,
+        "rope_parameters": _SPREAD_ROPE,
     },
     "granite": _GRANITE,
     "granitemoeshared": {

@@ -278,6 +278,13 @@ def match_tensor(family: Family, name: str) -> Match | None:
     return None
 
 
+def as_shaped(family: Family, tensor: ExpertTensor, shape: ExpertLayers, stored: tuple[int, ...]) -> ExpertTensor:
+    """The tensor named as ``tensor`` in the layouts of ``family`` whose shape in checkpoints is ``stored``; ``tensor``
+    if there is none. Under the same names some families are saved transposed or not (qwen3_vl_moe)."""
+    alike = [each for layout in family.layouts for each in layout if each.template == tensor.template]
+    return next((each for each in alike if stored_shape(each, shape) == stored), tensor)
+
+
 def key_layers(config: Mapping[str, Any]) -> list[int]:
     """For each layer of the language model that ``config`` describes the one whose keys and values it attends to.
 

@@ -20,6 +20,7 @@ from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.composite import language_tensors
 from engine.models.architectures.families import (
     ExpertLayers,
+    as_shaped,
     expert_shape,
     is_table,
     layer_count,
@@ -484,6 +485,7 @@ class _Collected:
                 f"{file_name} has the tensor {name}, but config.json asks for {shape.count} experts in the layers "
                 f"{_ranges(shape.layers)}; the files do not belong together: fetch the model again."
             )
+        tensor = as_shaped(self._family, tensor, shape, entry.shape)
         wanted = stored_shape(tensor, shape)
         if entry.shape != wanted and self._method is not None and entry.dtype in ("I32", "U8"):
             raise self._stored_otherwise(self._method)

@@ -31,9 +31,11 @@ def write_composite(folder: Path, alone: Path, family: str) -> Path:
             joined = name.removesuffix("gate_proj")
             tensors[joined + "gate_up_proj"] = torch.cat((gate, stacked[joined + "up_proj"]), dim=1)
             tensors[joined + "down_proj"] = stacked[joined + "down_proj"]
+    if family == "qwen3_vl_moe":
+        tensors = {name: each.mT.contiguous() if ".experts." in name else each for name, each in tensors.items()}
     pictures = _PICTURES.get(family, "model.visual")
     tensors[f"{pictures}.patch_embed.proj.weight"] = torch.ones(4, 4)
-    if family not in _PICTURES:
+    if family.startswith("qwen3_5"):
         tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.ones(4, 4)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -42,6 +44,11 @@ def write_composite(folder: Path, alone: Path, family: str) -> Path:
         # transformers 5 writes for each layer what is published once.
         wide = next(iter(own.values()))
         config |= {"global_head_dim": wide["head_dim"], "num_global_key_value_heads": wide["num_key_value_heads"]}
+    if family.startswith("qwen3_vl"):
+        rope = config.pop("rope_parameters")
+        config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    if family == "qwen3_vl_moe":
+        config |= {"num_experts": config.pop("num_local_experts"), "norm_topk_prob": True}
     whole_config = {"model_type": family, "text_config": config, "vision_config": {"depth": 1}}
     outside = {key: config[key] for key in ("tie_word_embeddings", "vocab_size")}
     (folder / "config.json").write_text(json.dumps(whole_config | outside))

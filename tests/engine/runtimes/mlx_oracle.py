@@ -29,6 +29,7 @@ MOE_FAMILIES = (
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "qwen3_vl_moe_text",
     "olmoe",
     "gpt_oss",
     "deepseek_v3",
@@ -56,6 +57,7 @@ FAMILIES = (
     "mistral",
     "qwen2",
     "qwen3",
+    "qwen3_vl_text",
     "qwen3_5_text",
     "gemma4_dense",
     "gemma4_e2b",
@@ -110,6 +112,8 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {"moe_intermediate_size": 32},
+    "qwen3_vl_text": {},
+    "qwen3_vl_moe_text": {"moe_intermediate_size": 32},
     "olmoe": {},
     "gpt_oss": {},
     "deepseek_v3": _LATENTS,
@@ -170,7 +174,7 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "gemma4_e2b": {"global_head_dim": 32, "num_key_value_heads": 2, "hidden_size_per_layer_input": 32},
 }
 """Sizes that groups of 32 weights divide."""
-IN_A_WHOLE = ("qwen3_5_text", "qwen3_5_moe_text")
+IN_A_WHOLE = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 """Families that mlx-lm quantises together with what sees pictures."""
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -259,6 +263,9 @@ def library_model(folder: Path) -> Any:
         config["model_type"] = "qwen3_5"  # mlx-lm defines it with what sees pictures
     if config["model_type"] == "gemma4_unified_text":
         config["model_type"] = "gemma4_text"  # mlx-lm has one definition for both
+    if config["model_type"].startswith("qwen3_vl"):  # which mlx-lm knows whole alone
+        whole = folder.with_name(f"{folder.name}-whole")
+        return load_model(write_composite(whole, folder, config["model_type"].removesuffix("_text")))[0]
     model, _ = load_model(folder, model_config=config)
     return model
 

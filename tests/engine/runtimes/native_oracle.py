@@ -85,6 +85,7 @@ FAMILIES = (
     "qwen4_exp_text",
     "apertus",
     "qwen3_vl_text",
+    "qwen3_vl_moe_text",
 )
 GGUF_FAMILIES = tuple(family for family in FAMILIES if family in ARCHITECTURES)
 """Those of them whose GGUF files run."""

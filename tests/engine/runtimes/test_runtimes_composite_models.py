@@ -52,7 +52,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 @pytest.mark.sampled
 @needs_kernels
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma4", "qwen3_vl"])
 @pytest.mark.parametrize("loader", [load_native, load, pytest.param(load_mlx, marks=needs_mlx)])
 def test_the_language_model_is_that_of_its_own_family(
     published: Published, family: str, loader: Callable[..., LoadedModel]
@@ -79,14 +79,15 @@ def test_the_language_model_of_qwen_4_runs_with_tables_in_their_files(tmp_path: 
 
 
 @needs_kernels
-def test_the_language_model_of_llama_4_is_prepared_and_run(
-    published: Published, prepared: Callable[[Path], Path]
+@pytest.mark.parametrize("family", ["llama4", "qwen3_vl_moe"])
+def test_a_language_model_with_transposed_experts_is_prepared_and_run(
+    published: Published, prepared: Callable[[Path], Path], family: str
 ) -> None:
-    folder, alone = published("llama4")
+    folder, alone = published(family)
     tokens = prompt_of(40)
     answer, theirs = library_run(alone, tokens, chunks=1)
     for model in (load(folder), load(prepared(folder)), load_native(prepared(folder))):
-        assert model.facts.family == "llama4_text"
+        assert model.facts.family == f"{family}_text"
         assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
 
 
@@ -111,7 +112,7 @@ def test_layers_with_numbers_of_two_digits_have_heads_of_their_own(
 @pytest.mark.soak
 @needs_mlx
 @needs_kernels
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma4", "qwen3_vl", "qwen3_vl_moe"])
 def test_what_mlx_lm_quantises_gives_mlx_lms_logits(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

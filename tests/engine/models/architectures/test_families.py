@@ -16,6 +16,7 @@ from engine.models.architectures.families import (
     FAMILIES,
     SUPPORTED,
     ExpertLayers,
+    as_shaped,
     check_supported,
     expert_shape,
     layer_count,
@@ -111,6 +112,15 @@ def test_views_put_interleaved_and_transposed_words_where_they_belong():
     rows = np.zeros(stored_shape(down, SHAPE), dtype=int)
     rows[expert * SHAPE.ffn + 1, 5] = 33
     assert dict(part_views(down, rows, expert, SHAPE))["down"][5, 1] == 33
+
+
+def test_a_shape_says_whether_experts_are_transposed():
+    family = FAMILIES["qwen3_vl_moe_text"]
+    for name, plain, turned in (("gate_up_proj", (3, 10, 6), (3, 6, 10)), ("down_proj", (3, 6, 5), (3, 5, 6))):
+        match = match_tensor(family, f"model.layers.0.mlp.experts.{name}")
+        assert match is not None
+        assert [as_shaped(family, match.tensor, SHAPE, each).transposed for each in (plain, turned)] == [False, True]
+        assert as_shaped(family, match.tensor, SHAPE, (3, 7, 7)) == match.tensor
 
 
 def test_an_unsupported_family_is_named_with_those_that_are():
