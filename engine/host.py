@@ -267,14 +267,16 @@ class Host:
 
     def _answer_together(self, task: Task) -> None:
         """Answer the question ``task``, and others that are asked meanwhile. Ends when none is left."""
+        from engine.session.session import MOST_TOGETHER
+
         session = self._model.session
         if session is None:
             return self._finish(task)
-        scheduler, most = session.scheduler(), session.most_together
+        scheduler = session.scheduler()
         with AWAKE.held(), self._model.undisturbed():
             self._begin_answer(scheduler, task)
             while scheduler.active:
-                self._full = scheduler.active >= most
+                self._full = scheduler.active >= MOST_TOGETHER
                 following = None if self._full else self._answering.take_now(_is_question)
                 if following is not None:
                     self._begin_answer(scheduler, following)

@@ -66,6 +66,12 @@ class Step(RowsCommand, frozen=True, tag="step"):
     tokens: list[int]
 
 
+class StepTogether(RowsCommand, frozen=True, tag="step_together"):
+    """Run ``steps``, each of other rows, in one pass; see :meth:`LoadedModel.step_together`."""
+
+    steps: list[Step]
+
+
 class Choose(RowsCommand, frozen=True, tag="choose"):
     """Decode ``token`` and answer with the next one; see :meth:`TokenRows.step_choosing`.
 
@@ -124,7 +130,9 @@ class MoveLinks(RowsCommand, frozen=True, tag="move_links"):
     link: LinkFacts | None = None
 
 
-AnyCommand = StartRows | Extend | Replay | Step | Choose | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
+AnyCommand = (
+    StartRows | Extend | Replay | Step | StepTogether | Choose | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
+)
 
 
 class Times(msgspec.Struct, frozen=True):

@@ -50,6 +50,11 @@ class TokenRows(ABC):
     def can_truncate(self) -> bool:
         """Whether :meth:`truncate` works: not for recurrent state such as linear attention."""
 
+    @property
+    def void(self) -> bool:
+        """Whether the contents are gone with a ring that was formed again. A pass then raises PeerLost."""
+        return False
+
     @abstractmethod
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         """Prefill one chunk (``rows`` must be 1). Returns the logits after the last token, [vocabulary], or None."""
@@ -224,9 +229,9 @@ class LoadedModel(LoadedWeights):
         """Maximum number of rows in a step of :meth:`step_together` that each get the bits of a step alone."""
         return 1
 
-    def step_together(self, steps: Sequence[tuple[TokenRows, Sequence[int]]]) -> list[Logits]:
-        """Run :meth:`TokenRows.step` of several rows of this model, with their tokens, in one pass if possible. Returns
-        the logits [rows, vocabulary] of each."""
+    def step_together(self, steps: Sequence[tuple[TokenRows, Sequence[int]]]) -> Sequence[Logits]:
+        """Run :meth:`TokenRows.step` of several rows, none of them void, with their tokens, in one pass if possible.
+        Returns the logits [rows, vocabulary] of each."""
         return [rows.step(tokens) for rows, tokens in steps]
 
     @property
@@ -271,12 +276,16 @@ class LoadedModel(LoadedWeights):
         """This node's rank context, which changes when the ring is formed again; None on a single machine."""
         return None
 
-    def turn(self, cancelled: Callable[[], bool]) -> None:
-        """Begin or end a turn. ``cancelled`` returns whether the turn was stopped; it is called from another thread.
+    def begin_turn(self, cancelled: Callable[[], bool]) -> None:
+        """Begin a turn. ``cancelled`` returns whether it was stopped; it is called from another thread.
 
-        When it returns True, a pass ends although other machines are waited for: with Interrupted, or with PeerLost if
-        they do not answer.
+        When all turns under way are stopped, a pass ends although other machines are waited for: with Interrupted, or
+        with PeerLost if they do not answer.
         """
+        return
+
+    def end_turn(self, cancelled: Callable[[], bool]) -> None:
+        """End the turn that began with ``cancelled``, if it did."""
         return
 
     def recover(self, lost: PeerLost, progress: ProgressCallback, notify: Callable[[str], None]) -> None:

@@ -60,7 +60,7 @@ class CachedRow:
 
     def reusable(self, prompt: Sequence[int], wanted: PassSequence | None) -> int:
         """Number of tokens of ``prompt`` that need not be run, if it is run by the passes ``wanted`` (None: any)."""
-        if self.rows is None:
+        if self.rows is None or self.rows.void:
             return 0
         saved = self.checkpoint
         return reusable_length(

@@ -7,8 +7,9 @@ before, and new passes continue only where an earlier pass ended (see :mod:`engi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.errors import PeerLost
 from engine.runtimes.protocol import LoadedModel, TokenRows
 from engine.session.disk_prefixes import DiskPrefixes
 from engine.session.kept_rows import FORK_TOKENS, CachedRow, best_row, shared_length, to_keep
@@ -143,8 +144,12 @@ class PrefixCache:
 
     def fork(self, row: CachedRow) -> CachedRow:
         """A copy of ``row``, which a turn uses, for the same turn."""
-        self._used.append(row.forked())
-        return self._used[-1]
+        try:
+            copy = row.forked()
+        except PeerLost:
+            copy = replace(row, tokens=list(row.tokens))  # its first pass finds the loss, too
+        self._used.append(copy)
+        return copy
 
     def drop(self, row: CachedRow) -> None:
         """End a turn's use of ``row``, which is not kept."""
@@ -168,7 +173,8 @@ class PrefixCache:
             return
         facts = self._model.facts
         if facts.ring is not None and len(facts.ring.nodes) > 1:
-            self._keep(to_keep(self.kept_tokens, RING_TOKENS - len(prompt)))
+            used = sum(len(row.tokens) for row in self._used)
+            self._keep(to_keep(self.kept_tokens, RING_TOKENS - len(prompt) - used))
         sizes = [row.nbytes(facts.key_value_bytes_per_token, facts.state_bytes) for row in self._kept]
         self._keep(to_keep(sizes, self._budget(sum(sizes))))
 
@@ -197,14 +203,21 @@ class PrefixCache:
         return reused.up_to(len(prompt), self._chunk, whole)
 
     def again(self, prompt: Sequence[int], repeatable: bool) -> tuple[int, int]:
-        """The work that ``prompt`` would take with an empty cache: tokens to prefill, and passes over decoded
-        tokens."""
+        """The work that an empty cache would mean for ``prompt`` and for what turns use: tokens to prefill, and passes
+        over decoded tokens."""
         row, reusable = best_row([self._latest, *self._kept], prompt, None)
-        runs = row.passes.cut(reusable).runs if row.rows is not None else ()
-        if not repeatable:
-            return sum(map(abs, runs)), 0
-        together = max(row.rows.steps_together, 1) if row.rows is not None else 1
-        return sum(run for run in runs if run > 0), sum(-(run // together) for run in runs if run < 0)
+        read = passes = 0
+        lost = [(row, row.passes.cut(reusable), repeatable), *((used, used.passes, True) for used in self._used)]
+        for each, sequence, as_before in lost:
+            if each.rows is None or each.rows.void:
+                continue
+            together = max(each.rows.steps_together, 1)
+            for run in sequence.runs:
+                if run > 0 or not as_before:
+                    read += abs(run)
+                else:
+                    passes -= run // together
+        return read, passes
 
     def lose(self) -> None:
         """Discard all rows that nobody uses, because the ring is formed again. Their contents are remembered until the

@@ -152,7 +152,15 @@ class Scheduler:
         self._decoding_s += self._clock() - begun
 
     def _step(self, batch: Sequence[_RunningProgram]) -> None:
-        """Run the next step of each of ``batch`` in one pass."""
+        """Run the next step of each of ``batch`` in one pass. Those whose rows are void learn that one by one."""
+        whole = [running for running in batch if not _decoding(running).rows.void]
+        if whole:
+            self._step_of(whole)
+        for running in batch:
+            if running not in whole:
+                self._step_of([running])
+
+    def _step_of(self, batch: Sequence[_RunningProgram]) -> None:
         works = [_decoding(running) for running in batch]
 
         def steps() -> Sequence[Outcome]:

@@ -166,6 +166,13 @@ class Session:
         shared = self._model.memory_for_rows()
         return available_bytes(self.facts.device) if shared is None else shared
 
+    def _room(self) -> int:
+        """Bytes for keys and values of answers, of which every machine of a ring holds its own."""
+        ring, room = self.facts.ring, self._memory()
+        if ring is None or ring.mode == "central":
+            return room
+        return min([room, *(node.bytes_for_rows for node in ring.nodes[1:])])
+
     @property
     def _sizes(self) -> ModelSizes:
         return ModelSizes.of_loaded(self.facts, self.prefill_chunk)
@@ -226,15 +233,9 @@ class Session:
         )
         return self.facts
 
-    @property
-    def most_together(self) -> int:
-        """Maximum number of answers under way. A ring's machines keep step with one."""
-        ring = self.facts.ring
-        return 1 if ring is not None and len(ring.nodes) > 1 else MOST_TOGETHER
-
     def scheduler(self) -> Scheduler:
         """A scheduler for this session's answers."""
-        return Scheduler(self._model, self._memory, self._clock, self._log)
+        return Scheduler(self._model, self._room, self._clock, self._log)
 
     def generate(self, request: Generate, emit: Emit, control: TurnControl) -> Finished:
         """Answer ``request`` alone; see :meth:`answer`."""
@@ -344,10 +345,10 @@ class Session:
 
     def _samples_together(self, request: Generate, prompt_tokens: int, most: int) -> int:
         """Number of answers to one question that are generated at the same time, for which there is memory."""
-        if request.samples == 1 or self.most_together == 1:
+        if request.samples == 1:
             return 1
         each = self._likely_bytes(request, prompt_tokens, most)
-        return max(1, min(SAMPLES_TOGETHER, 1 + self._memory() // max(1, each)))
+        return max(1, min(SAMPLES_TOGETHER, 1 + self._room() // max(1, each)))
 
     def _look(self, tokens: Sequence[int], turn: Turn) -> None:
         if self._looking is not None:
@@ -367,12 +368,12 @@ class Session:
         if request.context_tokens < 0:
             raise ModelError(f"A context of {request.context_tokens} tokens means nothing.", kind="bad-input")
         available = self._memory()
-        found = estimate_beams(
+        costs = estimate_beams(
             self._sizes, request.widths, request.context_tokens, len(self._cache.newest_tokens), available
         )
         return BeamEstimates(
             id=request.id,
-            estimates=[BeamEstimate(c.width, c.memory_bytes, c.fits, c.relative_step_time) for c in found],
+            estimates=[BeamEstimate(c.width, c.memory_bytes, c.fits, c.relative_step_time) for c in costs],
             available_bytes=available,
         )
 

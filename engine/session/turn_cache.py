@@ -59,6 +59,8 @@ class TurnCache:
         """None until the first prefill takes one."""
         self._stored: CachedRow | None = None
         """The row that was read from disk for it."""
+        self._context = model.context
+        """Context of the ring that holds the row."""
         self._formed_again = 0
 
     @property
@@ -82,12 +84,13 @@ class TurnCache:
         if self._row is not None:
             self._cache.give_back(self._row)
             self._row = None
-        self._model.turn(lambda: False)
+        self._model.end_turn(self._turn.cancelled)
 
     def branch(self) -> TurnCache:
         """The same contents, which go on by themselves; to be dropped (:meth:`drop`)."""
         other = TurnCache(self._cache, self._model, self._turn, self._chunk, self._repeatable, self._look)
         other._row = self._cache.fork(self._current)
+        other._context = self._context
         return other
 
     def drop(self) -> None:
@@ -102,7 +105,7 @@ class TurnCache:
         until :meth:`close`. Raises Cancelled, ModelError.
         """
         turn = self._turn
-        self._model.turn(turn.cancelled)
+        self._model.begin_turn(turn.cancelled)
         void = True
         try:
             void = self._model.between_turns(
@@ -111,6 +114,7 @@ class TurnCache:
                 *self._cache.again(prompt, self._repeatable),
             )
         finally:
+            self._context = self._model.context
             if void:
                 self._cache.lose()
 
@@ -192,7 +196,7 @@ class TurnCache:
         reused = passes.shared(now.passes).cut(shared_length(now.tokens, tokens))
         if reused == passes and not now.knows(passes.length):
             reused = passes.cut(passes.length - 1)
-        rows = now.rows
+        rows = None if now.rows is None or now.rows.void else now.rows
         if rows is None or (reused != now.passes and not reused.length) or reused.length < rows.shortest_cut:
             saved = now.checkpoint
             if saved is not None and saved.begins(tokens) and passes.shared(saved.passes) == saved.passes:
@@ -285,6 +289,10 @@ class TurnCache:
         turn = self._turn
         # The current conversation is run again at once.
         self._use(CachedRow())
+        if self._model.context is not self._context:
+            # Another answer formed it again already.
+            self._context = self._model.context
+            return not turn.cancelled()
         self._cache.lose()
         if turn.cancelled():
             return False
@@ -295,6 +303,8 @@ class TurnCache:
             self._model.recover(lost, turn.report, lambda text: turn.emit(Notice(text=text)))
         except Cancelled:
             return False
+        finally:
+            self._context = self._model.context
         found = self._model.facts
         turn.emit(RingChanged(ring=found.ring, executor=found.executor))
         return True

@@ -69,6 +69,24 @@ def test_lost_in_an_answer(three: Ring, model: Path, alone: Oracle, number: sign
     eventually(lambda: (found := gone.lending()) is not None and found.nodes == 3)
 
 
+def test_lost_while_several_are_answered(three: Ring, model: Path, alone: Oracle) -> None:
+    """Each goes on with its own text, and the ring is formed once."""
+    prompts = [PROMPT, OTHER_PROMPT, LONG_PROMPT[:40], LONG_PROMPT[1:9]]
+    expected = [alone(LONG, prompt).token_ids for prompt in prompts]
+    expected_beams = [(beam.token_ids, beam.score) for beam in alone(LONG, LONG_PROMPT[3:12], beams=3).beams]
+    three.answered_by_all(1, [158])
+    since = three.mark()
+    asked = [three.ask(LONG, prompt) for prompt in prompts]
+    beams = three.ask(LONG, LONG_PROMPT[3:12], beams=3)
+    three.until_tokens(asked[-1], 4)
+    gone = three.followers[0]
+    gone.kill()
+    noticed(three, gone, since)
+    assert [three.finished(one).token_ids for one in asked] == expected
+    assert [(beam.token_ids, beam.score) for beam in three.finished(beams).beams] == expected_beams
+    assert [text for text in three.notices(since) if "oing on with" in text] == ["Going on with 2 machines."]
+
+
 def test_killed_in_a_prompt(three: Ring, model: Path, alone: Oracle) -> None:
     three.whole(model, prefill_chunk=16)
     since = three.mark()

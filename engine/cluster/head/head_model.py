@@ -41,13 +41,13 @@ class PassWatch:
     """Ends an epoch whose live machines contribute nothing, or whose answer was stopped.
 
     A thread of its own checks what the head waits for in the epoch of ``formation``, until :meth:`close`.
-    ``cancelled`` returns whether the answer was stopped. ``stopped`` is whether the epoch was ended because of that.
+    ``cancelled`` returns whether all answers were stopped. ``stopped`` is whether the epoch was ended because of that.
     """
 
-    def __init__(self, formation: Formation) -> None:
-        self.cancelled: Callable[[], bool] = lambda: False
+    def __init__(self, formation: Formation, cancelled: Callable[[], bool]) -> None:
         self.stopped = False
         self._formation = formation
+        self._cancelled = cancelled
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="waiting-watch", daemon=True).start()
 
@@ -57,7 +57,7 @@ class PassWatch:
     def _run(self) -> None:
         layers = self._formation.layers
         while not self._closed.wait(LOOK_S):
-            cancelled = self.cancelled()
+            cancelled = self._cancelled()
             if cancelled:
                 layers.abort()
             wait = layers.waits.now
@@ -76,13 +76,16 @@ class PassWatch:
 
 
 class RunningEpoch:
-    """A formation and the commands to its followers. Not thread-safe."""
+    """A formation and the commands to its followers. Not thread-safe.
 
-    def __init__(self, formation: Formation) -> None:
+    ``cancelled`` returns whether all answers under way were stopped; it is called from another thread.
+    """
+
+    def __init__(self, formation: Formation, cancelled: Callable[[], bool]) -> None:
         self.formation = formation
         self.ended = False
         self.finished_elsewhere = False
-        self.watch = PassWatch(formation) if len(formation.names) > 1 else None
+        self.watch = PassWatch(formation, cancelled) if len(formation.names) > 1 else None
         self._next_rows = 0
         self._unused: list[int] = []
         self._read = self._stepped = 0
@@ -284,6 +287,10 @@ class RingRows(TokenRows):
     def steps_together(self) -> int:
         return self._rows.steps_together
 
+    @property
+    def void(self) -> bool:
+        return self._epoch.ended
+
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         begun = time.monotonic()
         self._epoch.send(commands.Extend(self._number, self._prefixes.state, list(tokens), want_logits))
@@ -307,13 +314,20 @@ class RingRows(TokenRows):
         return logits
 
     def step(self, tokens: Sequence[int]) -> Logits:
+        return step_in(self._epoch, [(self, tokens)])[0]
+
+    @property
+    def here(self) -> TokenRows:
+        """The head's own rows."""
+        return self._rows
+
+    def step_command(self, tokens: Sequence[int]) -> commands.Step:
+        return commands.Step(self._number, self._prefixes.state, list(tokens))
+
+    def stepped(self, tokens: Sequence[int]) -> None:
+        """Record a step of ``tokens`` that was run on every node."""
         self._sampler = None
-        begun = time.monotonic()
-        self._epoch.send(commands.Step(self._number, self._prefixes.state, list(tokens)))
-        logits = self._epoch.run(lambda: self._rows.step(tokens))
-        self._epoch.took(len(tokens), time.monotonic() - begun, decoding=True)
         self._prefixes = self._prefixes.stepped(tokens)
-        return logits
 
     def step_choosing(self, token: int, sampler: Sampler) -> int | None:
         """Decode ``token`` and let the machine that computes everything choose the next one; None if there is no such
@@ -347,6 +361,24 @@ class RingRows(TokenRows):
         return moved
 
 
+def step_in(epoch: RunningEpoch, steps: Sequence[tuple[RingRows, Sequence[int]]]) -> Sequence[Logits]:
+    """Run ``steps`` of rows of ``epoch`` in one pass on every node. Returns the logits [rows, vocabulary] of each."""
+    begun = time.monotonic()
+    wanted = [rows.step_command(tokens) for rows, tokens in steps]
+    epoch.send(wanted[0] if len(wanted) == 1 else commands.StepTogether(wanted))
+
+    def run() -> Sequence[Logits]:
+        if len(steps) == 1:
+            return [steps[0][0].here.step(steps[0][1])]
+        return epoch.formation.model.step_together([(rows.here, tokens) for rows, tokens in steps])
+
+    logits = epoch.run(run)
+    epoch.took(sum(len(tokens) for _, tokens in steps), time.monotonic() - begun, decoding=True)
+    for rows, tokens in steps:
+        rows.stepped(tokens)
+    return logits
+
+
 class RingModel(LoadedModel):
     """The head's side of a model that a ring runs.
 
@@ -357,9 +389,10 @@ class RingModel(LoadedModel):
     def __init__(self, name: str, former: Former, progress: ProgressCallback) -> None:
         self._name = name
         self._former = former
-        self._epoch = RunningEpoch(former.form(progress))
+        self._turns: tuple[Callable[[], bool], ...] = ()
+        """Whether each turn under way was stopped."""
+        self._epoch = RunningEpoch(former.form(progress), self._all_stopped)
         self._recorder = RingRecorder(self._epoch, self.facts)
-        self._cancelled: Callable[[], bool] = lambda: False
         self._gone: list[str] = []
         """Names of machines that were reported as lost and have not been reported on since."""
         for line in self._epoch.formation.notices:
@@ -395,10 +428,30 @@ class RingModel(LoadedModel):
     def between_layers(self, check: Callable[[], None] | None) -> None:
         self._epoch.formation.model.between_layers = check
 
-    def turn(self, cancelled: Callable[[], bool]) -> None:
-        self._cancelled = cancelled
-        if self._epoch.watch is not None:
-            self._epoch.watch.cancelled = cancelled
+    def begin_turn(self, cancelled: Callable[[], bool]) -> None:
+        self._turns = (*self._turns, cancelled)
+
+    def end_turn(self, cancelled: Callable[[], bool]) -> None:
+        self._turns = tuple(turn for turn in self._turns if turn != cancelled)
+
+    def _all_stopped(self) -> bool:
+        """Whether all turns under way were stopped. Thread-safe."""
+        turns = self._turns
+        return bool(turns) and all(stopped() for stopped in turns)
+
+    @property
+    def rows_together(self) -> int:
+        return self._epoch.formation.model.rows_together
+
+    def step_together(self, steps: Sequence[tuple[TokenRows, Sequence[int]]]) -> Sequence[Logits]:
+        """See :class:`LoadedModel`. None of the rows are void."""
+        if self.rows_together == 1:
+            return super().step_together(steps)
+        ours: list[tuple[RingRows, Sequence[int]]] = []
+        for rows, tokens in steps:
+            assert isinstance(rows, RingRows)
+            ours.append((rows, tokens))
+        return step_in(self._epoch, ours)
 
     def start(self) -> TokenRows:
         number = self._epoch.new_rows()
@@ -474,8 +527,7 @@ class RingModel(LoadedModel):
             formation = self._former.form(progress, notify)
         except Interrupted:
             raise ModelError("Forming the ring again was stopped; ask once more.", kind="network") from None
-        self._epoch = RunningEpoch(formation)
-        self.turn(self._cancelled)
+        self._epoch = RunningEpoch(formation, self._all_stopped)
         self._recorder.follow(self._epoch)
         notify(self._outcome(before))
         for line in formation.notices:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from discovery.names import plain_text
 from engine.cluster.commands import FLOAT, TOKEN, answer_limit, read_answer, read_logits, read_token
 from engine.cluster.contributions import LIMIT_S, Wait, Waits
@@ -112,15 +114,23 @@ class RemoteModel(LoadedModel):
     """A model that another machine runs.
 
     Its user sends each command to that machine before it runs a pass or changes rows here. ``can_truncate`` and
-    ``steps_together`` describe the other machine's rows.
+    ``steps_together`` describe the other machine's rows, and ``rows_together`` its model.
     """
 
-    def __init__(self, facts: ModelFacts, passes: RemotePasses, can_truncate: bool, steps_together: int = 0) -> None:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        passes: RemotePasses,
+        can_truncate: bool,
+        steps_together: int = 0,
+        rows_together: int = 1,
+    ) -> None:
         self._facts = facts
         self._recorder = Recorder(facts.layers, facts.moe_layers, facts.experts)
         self._passes = passes
         self._can_truncate = can_truncate
         self._steps_together = steps_together
+        self._rows_together = rows_together
 
     @property
     def facts(self) -> ModelFacts:
@@ -132,6 +142,18 @@ class RemoteModel(LoadedModel):
 
     def start(self) -> RemoteRows:
         return RemoteRows(self._passes, self.facts.vocabulary, self._can_truncate, self._steps_together)
+
+    @property
+    def rows_together(self) -> int:
+        return self._rows_together
+
+    def step_together(self, steps: Sequence[tuple[TokenRows, Sequence[int]]]) -> list[Logits]:
+        counts = [len(tokens) for _, tokens in steps]
+        found = self._passes.logits(sum(counts), self.facts.vocabulary, 1)
+        for rows, _ in steps:
+            assert isinstance(rows, RemoteRows)
+            rows.stepped()
+        return np.split(found, np.cumsum(counts)[:-1])
 
     def close(self) -> None:
         """Nothing to release."""
@@ -182,12 +204,16 @@ class RemoteRows(TokenRows):
 
     def step(self, tokens: Sequence[int]) -> Logits:
         found = self._passes.logits(self.rows, self._vocabulary, 1)
-        self._length += 1
+        self.stepped()
         return found
+
+    def stepped(self) -> None:
+        """Count a token that each row has more."""
+        self._length += 1
 
     def step_choosing(self, token: int, sampler: Sampler) -> int:
         found = self._passes.token(self._vocabulary)
-        self._length += 1
+        self.stepped()
         return found
 
     def truncate(self, length: int) -> None:
@@ -238,9 +264,8 @@ def load_remote(
                 view.client.call("StopPass", StopPass(epoch=ring.epoch, number=number), EmptyBody, STOP_S)
 
     passes = RemotePasses(links.commands[RANK], stop)
-    model = RemoteModel(
-        _facts(ring, machine, ready, name, sizes, load), passes, ready.can_truncate, ready.steps_together
-    )
+    facts = _facts(ring, machine, ready, name, sizes, load)
+    model = RemoteModel(facts, passes, ready.can_truncate, ready.steps_together, ready.rows_together)
     return model, passes, notices_of(machine.name, ready.notices)
 
 

@@ -277,6 +277,8 @@ class Forming(ControlBody, frozen=True, kw_only=True):
     """Whether rows of tokens can be truncated, for a head without a model of its own."""
     steps_together: Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)] = 0
     """Tokens that rows run again in one pass; see :attr:`engine.runtimes.protocol.TokenRows.steps_together`."""
+    rows_together: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] = 1
+    """Rows of one step; see :attr:`engine.runtimes.protocol.LoadedModel.rows_together`."""
     notices: Annotated[list[Text], msgspec.Meta(max_length=MOST_NOTICES)] = []
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import assert_never
 
+import numpy as np
+
 from engine.cluster import commands
 from engine.cluster.commands import Answers, AnyCommand, Prefixes
 from engine.cluster.formation import PassControl
@@ -16,8 +18,8 @@ from engine.generation.sampling import NotNumbersError, Sampler, SamplerState
 from engine.planning.units import byte_size
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 
-ROWS_LIMIT = 64
-"""Maximum rows of tokens of a head, which uses a few."""
+ROWS_LIMIT = 512
+"""Maximum rows of tokens of a head, which uses a few for each answer under way."""
 BEAMS_LIMIT = 256
 """Maximum rows into which one of them may be fanned out."""
 
@@ -92,12 +94,10 @@ class Follower:
                 run = row.extend if isinstance(command, commands.Extend) else row.replay
                 if self._pass(lambda: run(tokens, want_logits), len(tokens)):
                     self._rows[rows] = (row, prefixes.extended(tokens))
-            case commands.Step(rows, before, tokens):
-                row, prefixes = self._checked(rows, before)
-                self._check_tokens(tokens)
-                self._check_room(row, 1)
-                if self._pass(lambda: row.step(tokens), 1):
-                    self._rows[rows] = (row, prefixes.stepped(tokens))
+            case commands.Step():
+                self._step([command])
+            case commands.StepTogether(steps):
+                self._step(steps)
             case commands.Choose(rows, before, token, state):
                 self._choose(rows, before, token, state)
             case commands.Truncate(rows, length):
@@ -127,6 +127,26 @@ class Follower:
             case _:
                 assert_never(command)
         return None
+
+    def _step(self, steps: Sequence[commands.Step]) -> None:
+        """Run ``steps`` in one pass."""
+        held = [self._checked(step.rows, step.before) for step in steps]
+        if not steps or len({step.rows for step in steps}) < len(steps):
+            raise ValueError(f"{len(steps)} steps of rows {[step.rows for step in steps]} in one pass")
+        for (row, _), step in zip(held, steps, strict=True):
+            self._check_tokens(step.tokens)
+            self._check_context(row, 1)
+        self._check_memory(sum(row.rows for row, _ in held))
+
+        def run() -> Logits:
+            if len(steps) == 1:
+                return held[0][0].step(steps[0].tokens)
+            batch = [(row, step.tokens) for (row, _), step in zip(held, steps, strict=True)]
+            return np.concatenate(self._model.step_together(batch))
+
+        if self._pass(run, len(steps)):
+            for (row, prefixes), step in zip(held, steps, strict=True):
+                self._rows[step.rows] = (row, prefixes.stepped(step.tokens))
 
     def _choose(self, rows: int, before: int, token: int, state: SamplerState | None) -> None:
         row, prefixes = self._checked(rows, before)
@@ -180,10 +200,13 @@ class Follower:
 
     def _check_room(self, rows: TokenRows, more: int) -> None:
         """Raises ValueError for more tokens in ``rows`` than the model reads, ModelError as :meth:`_check_memory`."""
+        self._check_context(rows, more)
+        self._check_memory(rows.rows * more)
+
+    def _check_context(self, rows: TokenRows, more: int) -> None:
         limit = self._model.facts.context_limit
         if rows.length + more > limit:
             raise ValueError(f"{rows.length + more} tokens in a context of {limit}")
-        self._check_memory(rows.rows * more)
 
     def _check_memory(self, more: int) -> None:
         """Raises ModelError (memory) if keys and values of ``more`` further tokens exceed the lent memory. The others

@@ -217,6 +217,10 @@ class WholeWork(_ModelFollowing):
     def steps_together(self) -> int:
         return self._model.start().steps_together
 
+    @property
+    def rows_together(self) -> int:
+        return self._model.rows_together
+
 
 class CentralWork:
     """Central: this node's experts only, run on the head's rows, by the head's runtime if it is installed here."""
@@ -419,6 +423,7 @@ class Following:
             executor=self._work.executor,
             can_truncate=self._whole is None or self._whole.can_truncate,
             steps_together=0 if self._whole is None else self._whole.steps_together,
+            rows_together=1 if self._whole is None else self._whole.rows_together,
             notices=self._work.notices,
         )
 

@@ -106,6 +106,11 @@ class NodeShard(msgspec.Struct, frozen=True, kw_only=True):
     gpu_expert_bytes: int = 0
     """Part of :attr:`expert_bytes` in the GPU's memory."""
 
+    @property
+    def bytes_for_rows(self) -> int:
+        """Bytes of memory beside its weights."""
+        return max(0, self.memory_free - self.trunk_bytes - self.expert_bytes + self.gpu_expert_bytes)
+
 
 class RingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A ring, planned or formed."""

@@ -207,7 +207,7 @@ class NativeModel(LocalModel):
 
     @property
     def rows_together(self) -> int:
-        return STEPS_TOGETHER if self._ring is None else 1
+        return STEPS_TOGETHER
 
     def step_together(self, steps: Sequence[tuple[TokenRows, Sequence[int]]]) -> list[Logits]:
         parts = []

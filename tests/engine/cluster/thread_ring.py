@@ -90,7 +90,7 @@ class ThreadFormation:
         self._models = []
         self._links: list[MemoryLink] = []
         nodes = [
-            NodeShard(rank=rank, node_id=name, name=name, experts=1, expert_bytes=1, trunk_bytes=1, memory_free=1)
+            NodeShard(rank=rank, node_id=name, name=name, experts=1, expert_bytes=1, trunk_bytes=1, memory_free=1 << 30)
             for rank, name in enumerate(names)
         ]
         self.facts = RingFacts(mode="exact", exchange="socket", loading="selected", nodes=nodes)

@@ -70,7 +70,9 @@ class Formed:
         self.without_links: frozenset[str] = frozenset()
         self.patience = 1.0
         nodes = [
-            NodeShard(rank=rank, node_id=name, name=name, experts=rank, expert_bytes=0, trunk_bytes=0, memory_free=1)
+            NodeShard(
+                rank=rank, node_id=name, name=name, experts=rank, expert_bytes=0, trunk_bytes=0, memory_free=1 << 30
+            )
             for rank, name in self.names.items()
         ]
         self.facts = RingFacts(mode="exact", exchange="tls", loading="selected", nodes=nodes, elsewhere=True)
@@ -82,7 +84,9 @@ class Formed:
         self.there.between_layers = self.answers.check
         self.layers = RemotePasses(self.command_links[1], self.answers.stop)
         rows = self.there.start()
-        self.model = RemoteModel(self.there.facts, self.layers, rows.can_truncate, rows.steps_together)
+        self.model = RemoteModel(
+            self.there.facts, self.layers, rows.can_truncate, rows.steps_together, self.there.rows_together
+        )
         self.follower = Follower(self.there, self.answers)
         self._hostile = hostile
         self._lost: PeerLost | None = None
@@ -226,12 +230,24 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_the_machine_that_computes_draws_the_heads_tokens(setting: Setting, rule: str) -> None:
     sampling = Sampling(**RULES[rule], logit_bias={7: 3.0, 9: -50.0} if rule == "all" else {})  # type: ignore[arg-type]
-    found, expected = setting.there(samples=2, sampling=sampling), setting.alone(samples=2, sampling=sampling)
-    assert [each.token_ids for each in found.samples] == [each.token_ids for each in expected.samples]
-    assert len(found.samples) == 2
+    assert setting.there(sampling=sampling).token_ids == setting.alone(sampling=sampling).token_ids
     tokens = [size for size in setting.studio.command_links[1].received if size == 1 + TOKEN.itemsize]
-    assert len(tokens) == 2 * (ANSWER - 1), "the first token of each is drawn from the logits of the prompt"
+    assert len(tokens) == ANSWER - 1, "the first one is drawn from the logits of the prompt"
     setting.in_step()
+
+
+def test_several_answers_share_the_passes_over_there(setting: Setting) -> None:
+    sampling = Sampling(temperature=1.3, seed=11)
+    expected = setting.alone(samples=3, sampling=sampling)
+    before = len(setting.studio.command_links[1].received)
+    found = setting.there(samples=3, sampling=sampling)
+    assert [each.token_ids for each in found.samples] == [each.token_ids for each in expected.samples]
+    passes = len(setting.studio.command_links[1].received) - before
+    prompt = -(-len(PROMPT) // 6)
+    together = setting.studio.there.rows_together
+    assert passes == prompt + (ANSWER - 1) * (1 if together > 1 else 3)
+    setting.in_step()
+    assert setting.there().token_ids == setting.alone().token_ids, "a token is chosen there again"
 
 
 def test_what_needs_logits_gets_them(setting: Setting) -> None:

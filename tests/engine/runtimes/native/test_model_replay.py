@@ -181,6 +181,7 @@ def test_in_a_ring(family: str, mode: Mode, how: str, stored_model: StoredModel)
     def work(rank: int) -> tuple[list[bytes], list[bytes]]:
         layers = ring[rank].exchange
         assert isinstance(layers, RingLayers)
+        assert_alone(models[rank])
         return two_ways(models[rank], 30, COUNTS, layers.begin_pass)
 
     for found, expected in must_succeed(on_all_ranks(work, 3)):
@@ -199,7 +200,9 @@ def test_in_a_central_ring(family: str, stored_model: StoredModel) -> None:
             CentralNode(contexts[rank], memory.ends[rank], experts_of(folder, contexts[rank])).serve()
         head = CentralHead(contexts[0], memory.ends[0])
         try:
-            return two_ways(NATIVE.load(folder, RingPlace(contexts[0], head)), 30, COUNTS)
+            model = NATIVE.load(folder, RingPlace(contexts[0], head))
+            assert_alone(model)
+            return two_ways(model, 30, COUNTS)
         finally:
             memory.ends[0].close()
 
