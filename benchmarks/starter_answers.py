@@ -139,6 +139,8 @@ def asked(session: Session, sampling: Sampling, number: int) -> tuple[str, str, 
     """The answer to question ``number``: text, how it ended, tokens."""
 
     class Control:
+        owner = "somebody"
+
         def cancelled(self) -> bool:
             return False
 

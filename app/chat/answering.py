@@ -23,6 +23,7 @@ from app.chat.state import (
     Entry,
     EntryChanged,
     Phase,
+    PromptRead,
     StatusChanged,
     TimingArrived,
     Update,
@@ -179,6 +180,7 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings, *, sees
         thinking=options.thinks,
         effort=options.thinking_effort,
         program="chat",
+        quotes=True,
         conversation="" if saved is None or turn.thread.memory is not None else prefix_owner(saved),
     )
 
@@ -296,7 +298,7 @@ class AnswerLoop:
         self.beams = ()
         self._status.elsewhere = current is not None and current.thread is not thread
         self._status.context_used, self._status.tokens_per_s = None, 0.0
-        self._status.prefill = self._status.under_way = None
+        self._status.prefill = self._status.under_way = self._status.prompt = None
         self._emit(BeamsChanged((), 0, self.beam_turn is not None))
 
     def save(self, thread: Thread, path: Sequence[Entry]) -> None:
@@ -503,6 +505,7 @@ class AnswerLoop:
         if self._shows(turn.thread):
             self._status.tokens_per_s = event.tokens_per_s
             self._status.context_used = event.prompt_tokens + event.completion_tokens
+            self._status.prompt = PromptRead(event.prompt_tokens, event.cached_tokens, event.read_again)
         self._status.ttft_s = event.ttft_s or None
         self._status.memory = event.memory or self._status.memory
         self._end(turn, *completed(turn, event))

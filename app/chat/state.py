@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from app.attachments.attachment import CHARACTERS_PER_TOKEN, Attachment, pictures_of
 from app.conversations.records import NO_THOUGHTS, UNKNOWN, Generation, MessageRecord, Role, State, Thoughts
-from engine.ipc.messages import Beam, MemoryUse, ModelFacts, Prefill, Progress, Timing, UnderWay, WarmUp
+from engine.ipc.messages import Beam, MemoryUse, ModelFacts, Prefill, Progress, ReadAgain, Timing, UnderWay, WarmUp
 
 if TYPE_CHECKING:
     from app.chat.thread import Thread
@@ -75,6 +75,15 @@ class Entry:
         )
 
 
+@dataclass(frozen=True)
+class PromptRead:
+    """How a prompt was read: its tokens, how many of them were ``kept`` from before, and why older ones were not."""
+
+    tokens: int
+    kept: int
+    why: ReadAgain | None = None
+
+
 class Phase(Enum):
     """The activity of the engine, as the status line shows it."""
 
@@ -110,6 +119,8 @@ class Status:
     tokens_per_s: float = 0.0
     under_way: UnderWay | None = None
     """The answers under way in the engine, if there are others than the shown one."""
+    prompt: PromptRead | None = None
+    """How the prompt of the last answer was read."""
     elsewhere: bool = False
     """Whether the engine answers a question of another conversation than the one shown."""
     waiting: int = 0

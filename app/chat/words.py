@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.chat.state import Status
+from app.chat.state import PromptRead, Status
 from app.conversations.records import Thoughts
 from app.ring_words import latency, ring_name
 from app.text_safety import one_line
-from engine.ipc.messages import LayerTimes, ModelFacts, NodeTimes, PhaseTimes, Progress, Timing, UnderWay
+from engine.ipc.messages import LayerTimes, ModelFacts, NodeTimes, PhaseTimes, Progress, ReadingCause, Timing, UnderWay
 from engine.planning.units import byte_size
 
 size = functools.partial(byte_size, fine=True)
@@ -96,6 +96,8 @@ def status_words(status: Status) -> list[str]:
     if status.tokens_per_s > 0:
         first = f", first token after {latency(status.ttft_s)}" if status.ttft_s is not None else ""
         lines.append(f"Speed of the last answer: {rate(status.tokens_per_s)}{first}.")
+    if status.prompt is not None:
+        lines.append(prompt_words(status.prompt))
     if status.beams > 1:
         lines.append(f"Beams: {status.beams}.")
     if status.served_at:
@@ -105,6 +107,31 @@ def status_words(status: Status) -> list[str]:
     if status.unsaved:
         lines.append(f"Not saved: {status.unsaved}")
     return [one_line(line) for line in lines]
+
+
+CAUSES: dict[ReadingCause, str] = {
+    "changed": "an earlier message differs from what was kept",
+    "tokens": "the same text is split into other tokens than were kept",
+    "memory": "the conversation was given up for memory",
+    "state": "the model's state goes back to a checkpoint only",
+    "pass": "what is kept can be cut only where a pass ended",
+    "restarted": "the model was loaded again",
+}
+"""Why a prompt was read again, in words."""
+
+
+def prompt_words(prompt: PromptRead) -> str:
+    """How much of a prompt was kept, why the rest was read again, and the first difference, in sentences."""
+    text = f"Prompt of the last answer: {prompt.tokens:,} tokens, {prompt.kept:,} of them kept from before."
+    why = prompt.why
+    if why is None:
+        return text
+    text += f" Older ones were read again because {CAUSES[why.cause]}"
+    if why.message is not None:
+        text += f": message {why.message + 1} ({why.role})"
+        if why.before or why.now:
+            text += f", “{one_line(why.before)}” became “{one_line(why.now)}”"
+    return f"{text}."
 
 
 # --- times of layers -------------------------------------------------------------------------------------------------

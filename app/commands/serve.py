@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.chat.words import CAUSES
 from app.commands.engine_work import Interruption, run_with_engine, with_ring
 from app.commands.options import LoadFlags, Loading, load_from
 from app.commands.output import ProgressLine, WorkFailed, answer, notify
@@ -251,7 +254,9 @@ def show_status() -> int:
         if figures is None:
             answer("  it does not answer\n")
             continue
-        count = {name: round(value) for name, value in figures.items()}
+        count = Counter[str]()
+        for name, _, value in figures:
+            count[name] += round(value)
         answer(f"  {'loaded' if count.get('model_loaded') else 'loading'}; ")
         answer(f"{count.get('requests_running', 0)} answered now, {count.get('requests_waiting', 0)} waiting\n")
         answer(
@@ -259,11 +264,16 @@ def show_status() -> int:
             f"written, {count.get('prompt_tokens_total', 0)} read, "
             f"{count.get('prompt_tokens_cached_total', 0)} of them from the cache\n"
         )
+        for name, labels, value in figures:
+            if name == "prompts_read_again_total" and len(found := re.findall(r'="([a-z]*)"', labels)) == 2:
+                cause, role = found
+                why = f"{CAUSES.get(cause, cause)}{f' ({role})' * bool(role)}"
+                answer(f"  read again: {value:.0f} prompt{'s' * (value != 1)}, because {why}\n")
     return 0
 
 
-def _figures(host: str, port: int, token: str, *, tls: bool) -> dict[str, float] | None:
-    """The server's metrics without their labels; None if it does not answer."""
+def _figures(host: str, port: int, token: str, *, tls: bool) -> list[tuple[str, str, float]] | None:
+    """The server's metrics: name, labels and value. None if it does not answer."""
     import http.client
 
     target = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -281,11 +291,11 @@ def _figures(host: str, port: int, token: str, *, tls: bool) -> dict[str, float]
         return None
     finally:
         connection.close()
-    figures: dict[str, float] = {}
+    figures: list[tuple[str, str, float]] = []
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
         if name.startswith("privatellm_"):
-            name = name.removeprefix("privatellm_").partition("{")[0]
+            name, _, labels = name.removeprefix("privatellm_").partition("{")
             with suppress(ValueError):
-                figures[name] = figures.get(name, 0.0) + float(value)
+                figures.append((name, labels, float(value)))
     return figures

@@ -27,6 +27,7 @@ from app.serve.asking import (
     sampling_of,
     stops_of,
     thinking_of,
+    timings,
     tool_of,
 )
 from app.serve.model_service import ModelService
@@ -251,7 +252,7 @@ class MessageAnswer:
         answer = answers_of(finished)[0]
         content = [_block(segment) for segment in segments_of(answer)]
         ended = _ended(answer)
-        return msgspec.json.encode({**self._message(content), **ended, "usage": _usage(finished)})
+        return msgspec.json.encode({**self._message(content), **ended, **_figures(finished)})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. Raises Refused."""
@@ -272,7 +273,7 @@ class MessageAnswer:
                     for change in segments.end():
                         yield _changed(change)
                     delta = _ended(answers_of(event)[0])
-                    yield _event("message_delta", delta=delta, usage=_usage(event))
+                    yield _event("message_delta", delta=delta, **_figures(event))
                     yield _event("message_stop")
 
     def ping(self) -> bytes:
@@ -347,6 +348,10 @@ def _ended(answer: Sample) -> dict[str, object]:
     if answer.stop_string:
         reason = "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": answer.stop_string or None}
+
+
+def _figures(finished: Finished) -> dict[str, object]:
+    return {"usage": _usage(finished), "timings": timings(finished)}
 
 
 def _usage(finished: Finished) -> dict[str, object]:

@@ -63,6 +63,7 @@ class Application:
 
     def asgi(self, rules: Rules) -> ASGIApp:
         """The application behind its gate."""
+        self._service.quotes = bool(rules.key_hash)
         routes = [Route(path, self._guarded(act), methods=[method]) for path, (method, act) in self._paths.items()]
         inner = Starlette(routes=routes, exception_handlers={HTTPException: self._not_here})
         app: ASGIApp = RequestGate(self._counted(inner), rules)

@@ -262,6 +262,21 @@ def answers_of(finished: Finished, count: int = 1) -> list[Sample]:
     return [Sample(**fields)]
 
 
+def timings(finished: Finished) -> dict[str, object]:
+    """The figures of llama.cpp's server, and why a part of the prompt was read again; None where it was not."""
+    prompt_s, speed = finished.ttft_s, finished.tokens_per_s
+    return {
+        "cache_n": finished.cached_tokens,
+        "prompt_n": finished.prefilled_tokens,
+        "prompt_ms": prompt_s * 1000,
+        "prompt_per_second": finished.prefilled_tokens / prompt_s if prompt_s > 0 else 0.0,
+        "predicted_n": finished.completion_tokens,
+        "predicted_ms": 1000 * finished.completion_tokens / speed if speed > 0 else 0.0,
+        "predicted_per_second": speed,
+        "read_again": finished.read_again,
+    }
+
+
 # --- tools -----------------------------------------------------------------------------------------------------------
 
 

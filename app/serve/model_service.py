@@ -66,6 +66,8 @@ class ModelService:
         """Number of requests that the engine has not begun with."""
         self.running = 0
         """Number of requests that the engine answers."""
+        self.quotes = False
+        """Whether clients are told what they asked before: only where a key keeps others from asking in their name."""
         self.metrics = Metrics()
         self._engine = engine
         self._load = load
@@ -154,7 +156,9 @@ class ModelService:
         A slow reader does not keep the engine from others. Raises Refused.
         """
         arrived: asyncio.Queue[AnswerEvent | Refused] = asyncio.Queue()
-        request = msgspec.structs.replace(request, program="serve", client=client, conversation=SERVED)
+        request = msgspec.structs.replace(
+            request, program="serve", quotes=self.quotes, client=client, conversation=SERVED
+        )
         pump = asyncio.create_task(self._pump(request, arrived), name="answer")
         self._pumps.add(pump)
         try:
@@ -292,6 +296,8 @@ class Metrics:
         """Number of requests by (path, status)."""
         self.answers: dict[str, int] = {}
         """Number of answers by the reason of their end."""
+        self.read_again: dict[tuple[str, str], int] = {}
+        """Number of prompts of which older parts were read again, by (cause, role of the first other message)."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -317,6 +323,8 @@ class Metrics:
         self.answers[finished.finish_reason] = self.answers.get(finished.finish_reason, 0) + 1
         self.prompt_tokens += finished.prompt_tokens
         self.cached_tokens += finished.cached_tokens
+        if (why := finished.read_again) is not None:
+            self.read_again[why.cause, why.role] = self.read_again.get((why.cause, why.role), 0) + 1
         self.completion_tokens += finished.completion_tokens
         self.reasoning_tokens += finished.reasoning_tokens
         self.first_token_s += finished.ttft_s
@@ -349,6 +357,9 @@ class Metrics:
         ))  # fmt: skip
         family("answers_total", "counter", "Answers by the reason of their end.", *(
             (f'{{reason="{reason}"}}', count) for reason, count in sorted(self.answers.items())
+        ))  # fmt: skip
+        family("prompts_read_again_total", "counter", "Prompts of which older parts were read again, by cause.", *(
+            (f'{{cause="{cause}",role="{role}"}}', count) for (cause, role), count in sorted(self.read_again.items())
         ))  # fmt: skip
         for name, value, about in (
             ("prompt_tokens_total", self.prompt_tokens, "Tokens of prompts."),

@@ -25,6 +25,7 @@ from app.serve.asking import (
     most_tokens,
     stops_of,
     thinking_of,
+    timings,
     tool_of,
 )
 from app.serve.model_service import ModelService
@@ -197,7 +198,7 @@ class ChatAnswers:
         """The completion. Raises Refused."""
         finished = await self._service.finished(self._generate, self._client)
         choices = [self._choice(number, one) for number, one in enumerate(answers_of(finished, self._choices))]
-        return msgspec.json.encode({**self._head("chat.completion"), "choices": choices, "usage": usage(finished)})
+        return msgspec.json.encode({**self._head("chat.completion"), "choices": choices, **_figures(finished)})
 
     def _choice(self, number: int, answer: Sample) -> dict[str, object]:
         message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -237,7 +238,7 @@ class ChatAnswers:
                 yield self._chunk(number, {"role": "assistant", **thoughts, "content": answer.text})
             yield self._chunk(number, {}, finish_reason(answer))
         if self._with_usage:
-            yield event_frame({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(finished)})
+            yield event_frame({**self._head("chat.completion.chunk"), "choices": [], **_figures(finished)})
         yield DONE
 
     def _chunk(
@@ -258,6 +259,10 @@ class ChatAnswers:
 
     def _head(self, kind: str) -> dict[str, object]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+
+def _figures(finished: Finished) -> dict[str, object]:
+    return {"usage": usage(finished), "timings": timings(finished)}
 
 
 def delta_of(piece: Piece) -> dict[str, object]:

@@ -30,6 +30,7 @@ from app.serve.asking import (
     result_text,
     sampling_of,
     thinking_of,
+    timings,
     tool_of,
 )
 from app.serve.model_service import ModelService
@@ -274,6 +275,7 @@ class ResponseAnswer:
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": None if finished is None else _usage(finished),
+            "timings": None if finished is None else timings(finished),
             "metadata": {},
         }
 

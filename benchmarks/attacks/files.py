@@ -45,6 +45,8 @@ def answered(folder: Path) -> None:
     from engine.session.plan_model import plan_model
 
     class Control:
+        owner = "somebody"
+
         def cancelled(self) -> bool:
             return False
 

@@ -15,6 +15,9 @@ from engine.session.passes import PassSequence
 MOST_KEPT = 16
 """Maximum number of rows kept beside the current one."""
 
+_COMPARED = 512
+"""Tokens that are compared at once."""
+
 FORK_TOKENS = 32
 """Number of tokens from which on a cut makes a copy: the old row is kept, and its copy is cut."""
 
@@ -44,6 +47,8 @@ class CachedRow:
     """The point from which the next prompt can go on if the row cannot be cut back."""
     owner: str = ""
     """Owner of the conversation, under whose name the row may be kept on disk; empty: it may not be."""
+    client: object = None
+    """Who asked last in the conversation; None if that is not known."""
     path: Path | None = None
     """File in which the row is kept."""
     on_disk: int = 0
@@ -141,7 +146,12 @@ def to_keep(sizes: Sequence[int], budget: int) -> list[int]:
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common beginning."""
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return index
-    return min(len(left), len(right))
+    most = min(len(left), len(right))
+    for begin in range(0, most, _COMPARED):
+        one, other = left[begin : begin + _COMPARED], right[begin : begin + _COMPARED]
+        if one == other:
+            continue
+        for index, (mine, theirs) in enumerate(zip(one, other, strict=False), begin):
+            if mine != theirs:
+                return index
+    return most

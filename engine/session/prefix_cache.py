@@ -6,14 +6,17 @@ before, and new passes continue only where an earlier pass ended (see :mod:`engi
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import PeerLost
 from engine.runtimes.protocol import LoadedModel, TokenRows
 from engine.session.disk_prefixes import DiskPrefixes
-from engine.session.kept_rows import FORK_TOKENS, CachedRow, best_row, shared_length, to_keep
+from engine.session.kept_rows import FORK_TOKENS, MOST_KEPT, CachedRow, best_row, shared_length, to_keep
 from engine.session.passes import PassSequence, RememberedPasses
+from engine.session.reading_again import Closest
 
 RING_TOKENS = 2048
 """Tokens of the current prompt and other conversations that a ring keeps: half of what its plan has room for."""
@@ -60,6 +63,10 @@ class PrefixCache:
         """Rows of other conversations, the latest first."""
         self._used: list[CachedRow] = []
         """Rows that turns have taken."""
+        self._given_up: deque[tuple[array[int], object]] = deque(maxlen=MOST_KEPT)
+        """Tokens and clients of the rows that were dropped last, because memory was wanted."""
+        self.unread = True
+        """Whether no turn has taken a row yet."""
         self._lost: list[tuple[list[int], PassSequence]] = []
         """Tokens and passes of the rows at the time when the ring was formed again."""
         self.remembered = RememberedPasses()
@@ -96,6 +103,22 @@ class PrefixCache:
 
     # --- which row ------------------------------------------------------------------------------------------------
 
+    def closest(self, prompt: Sequence[int]) -> Closest | None:
+        """What was kept, or given up, that shares most with ``prompt``; None if there was nothing."""
+        rows = [row for row in (self._latest, *self._kept, *self._used) if row.rows is not None]
+        kept: list[tuple[int, int]] = [(shared_length(row.tokens, prompt), 1) for row in rows]
+        kept += [(shared_length(tokens.tolist(), prompt), 0) for tokens, _ in self._given_up]
+        if not kept:
+            return None
+        best = max(range(len(kept)), key=kept.__getitem__)
+        shared = kept[best][0]
+        if best >= len(rows):
+            tokens, client = self._given_up[best - len(rows)]
+            return Closest.of(tokens, shared, client, given_up=True)
+        row = rows[best]
+        assert row.rows is not None
+        return Closest.of(row.tokens, shared, row.client, shortest_cut=row.rows.shortest_cut)
+
     def take(
         self, prompt: Sequence[int], passes: PassSequence | None, repeatable: bool, cancelled: Callable[[], bool]
     ) -> Taken:
@@ -104,6 +127,7 @@ class PrefixCache:
         ``passes``: those by which the prompt must be brought into the cache; None: any. A row that would lose much, or
         that another turn uses, is copied.
         """
+        self.unread = False
         row, reusable = best_row([self._latest, *self._kept, *self._used], prompt, passes)
         stored: CachedRow | None = None
         if self._disk is not None:
@@ -179,6 +203,8 @@ class PrefixCache:
         self._keep(to_keep(sizes, self._budget(sum(sizes))))
 
     def _keep(self, indices: Sequence[int]) -> None:
+        for index in set(range(len(self._kept))).difference(indices):
+            self._given_up.append((array("i", self._kept[index].tokens), self._kept[index].client))
         self._kept = [self._kept[index] for index in indices]
 
     # --- which passes ---------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from engine.ipc.messages import (
     ModelFacts,
     Notice,
     Progress,
+    ReadAgain,
     RingChanged,
     Sampling,
     TokensCounted,
@@ -49,6 +50,7 @@ from engine.session.constrained import Constraining
 from engine.session.disk_prefixes import DiskPrefixes
 from engine.session.looking import Looking
 from engine.session.prefix_cache import PrefixCache
+from engine.session.reading_again import AROUND_TOKENS, cause_of, message_at, message_ends, told
 from engine.session.refusals import check_samples, refuse_beside_beams, refuse_pictures, with_usable_tools
 from engine.session.sampled_answers import SampleRun
 from engine.session.scheduler import Scheduler
@@ -69,6 +71,9 @@ STOP_MARGIN = 8
 
 RENDERED_CHARACTERS = 200
 """Number of the prompt's last characters in which a template may begin thoughts or a call."""
+
+RENDERED_BEGINNING = 16
+"""Number of the rendered conversation's first characters by which its beginning is found among decoded tokens."""
 
 MOST_COUNTED = 1_000_000
 """Maximum tokens of a question that are counted, even if the context is smaller."""
@@ -281,6 +286,7 @@ class Session:
                 logits = yield from cache.prefill(prompt)
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))
+                turn.read_again = self._reading_again(question, cache, control.owner)
                 if request.beams > 1:
                     answers = [(yield from self._search(question, turn, cache, logits, most, rule, guide))]
                 else:
@@ -349,6 +355,37 @@ class Session:
             return 1
         each = self._likely_bytes(request, prompt_tokens, most)
         return max(1, min(SAMPLES_TOGETHER, 1 + self._room() // max(1, each)))
+
+    def _reading_again(self, question: _Question, cache: TurnCache, client: object) -> ReadAgain | None:
+        """Why more than the question was read; None if there is nothing to tell ``client``."""
+        closest, prompt, messages = cache.closest, question.prompt, question.request.messages or []
+        place: int | None = None
+        texts: tuple[str, str] | None = None
+        if (
+            closest is not None
+            and 0 < closest.shared < min(len(prompt), closest.length)
+            and self._tokenizer is not None
+        ):
+            around = prompt[max(0, closest.shared - AROUND_TOKENS) : closest.shared + AROUND_TOKENS]
+            # Tokens of pictures have no text.
+            if question.line is not None and min(prompt[: closest.shared]) >= 0:
+                rendered = question.line.text
+                ends = message_ends(rendered, [message.content for message in messages])
+                read = self._tokenizer.decode_exactly(prompt[: closest.shared])
+                place = message_at(len(read) - max(0, read.find(rendered[:RENDERED_BEGINNING])), ends)
+            if question.request.quotes and closest.client == client and min((*around, *closest.around)) >= 0:
+                texts = self._tokenizer.decode_exactly(closest.around), self._tokenizer.decode_exactly(around)
+        cause = cause_of(
+            closest,
+            len(prompt),
+            cache.reused or 0,
+            last_message=place is not None and place == len(messages) - 1,
+            first=cache.first,
+            answers=any(message.role == "assistant" for message in messages),
+        )
+        if cause is None:
+            return None
+        return told(cause, closest, place, messages[place].role if place is not None else "", texts)
 
     def _look(self, tokens: Sequence[int], turn: Turn) -> None:
         if self._looking is not None:

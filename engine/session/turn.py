@@ -22,6 +22,7 @@ from engine.ipc.messages import (
     Notice,
     Piece,
     Prefill,
+    ReadAgain,
     Sample,
     Sampling,
     Timing,
@@ -54,6 +55,11 @@ class TurnControl(Protocol):
 
     def watching(self) -> bool:
         """Whether the timing panel is open."""
+        ...
+
+    @property
+    def owner(self) -> object:
+        """The client that asks. Another client's is never equal."""
         ...
 
 
@@ -113,6 +119,10 @@ class Turn:
         self.first_pass_s: float | None = None
         self.owner = request.conversation
         """Name under which the conversation's prefix may be kept on disk; empty: it may not be."""
+        self.client = control.owner
+        """The client that asks."""
+        self.read_again: ReadAgain | None = None
+        """Why more than the question was read of the prompt."""
         self.sampling: Sampling | None = None
         """The sampling values of the answer."""
         self._always = request.with_timing
@@ -233,6 +243,7 @@ class Turn:
             finish_reason=answer.reason,
             prompt_tokens=self._prompt_tokens,
             prefilled_tokens=min(self.prefilled, self._prompt_tokens),
+            read_again=self.read_again,
             completion_tokens=sum(len(sample.tokens) for sample in samples),
             ttft_s=self._first - self._start if self._count else 0.0,
             tokens_per_s=self.tokens_per_s(),

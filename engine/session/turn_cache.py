@@ -18,6 +18,7 @@ from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 from engine.session.kept_rows import CachedRow, RowCheckpoint, shared_length
 from engine.session.passes import PassSequence
 from engine.session.prefix_cache import CHECKPOINT_TAIL, PrefixCache
+from engine.session.reading_again import Closest
 from engine.session.turn import Turn
 from engine.system.free_memory import give_back
 
@@ -62,6 +63,12 @@ class TurnCache:
         self._context = model.context
         """Context of the ring that holds the row."""
         self._formed_again = 0
+        self.first = False
+        """Whether nothing had been read since the model was loaded."""
+        self.closest: Closest | None = None
+        """What was kept that shares most with the first prompt."""
+        self.reused: int | None = None
+        """Tokens of the first prompt that were not run; None before it."""
 
     @property
     def rows(self) -> TokenRows | None:
@@ -125,6 +132,7 @@ class TurnCache:
         """
         remembered = self._cache.remembered.get(prompt) if self._repeatable else None
         if self._row is None:
+            self.first, self.closest = self._cache.unread, self._cache.closest(prompt)
             taken = self._cache.take(prompt, remembered, self._repeatable, self._turn.cancelled)
             self._row, remembered, self._stored = taken.row, taken.passes, taken.stored
         lost_beginning = self._cache.lost_beginning(prompt, self._repeatable)
@@ -224,7 +232,9 @@ class TurnCache:
         turn, rows = self._turn, self._begin(tokens, passes)
         row = self._current
         row.belongs_to(turn.owner)
+        row.client = turn.client
         reused = len(row.tokens)
+        self.reused = reused if self.reused is None else self.reused
         turn.show_prefill(reused, len(tokens), reused)
         if self._look is not None and reused < len(tokens):
             try:

@@ -12,6 +12,10 @@ class Nobody:
     def watching(self) -> bool:
         return False
 
+    @property
+    def owner(self) -> object:
+        return "somebody"
+
 
 class Watching(Nobody):
     """Somebody watches and never cancels."""

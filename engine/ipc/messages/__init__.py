@@ -81,6 +81,8 @@ from engine.ipc.messages.parts import (
     PictureFile as PictureFile,
     RuntimeName as RuntimeName,
     Sampling as Sampling,
+    ReadAgain as ReadAgain,
+    ReadingCause as ReadingCause,
     ReasoningFacts as ReasoningFacts,
     UnderWay as UnderWay,
 )

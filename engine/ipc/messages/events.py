@@ -15,6 +15,7 @@ from engine.ipc.messages.parts import (
     ModelFacts,
     PassShare,
     PhaseTimes,
+    ReadAgain,
     Sample,
     Sampling,
     TokenLogprob,
@@ -142,6 +143,8 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     prompt_tokens: int
     prefilled_tokens: int
     """Number of prompt tokens that were run; the others were in the cache."""
+    read_again: ReadAgain | None = None
+    """Why some of them were run though they are older than the question."""
     completion_tokens: int
     """Tokens of the answer, thoughts included; of all samples together."""
     ttft_s: float

@@ -117,6 +117,29 @@ class PassShare(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
 
 
+ReadingCause = Literal["changed", "tokens", "memory", "state", "pass", "restarted"]
+"""Why a prompt was read again. ``changed``: an earlier message differs; ``tokens``: the same text is split into other
+tokens; ``memory``: the conversation was given up for memory; ``state``: the model's state goes back to a checkpoint
+only; ``pass``: the conversation can be cut only where a pass ended; ``restarted``: the model was loaded again."""
+
+
+class ReadAgain(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a part of a prompt was read again that is older than the question."""
+
+    cause: ReadingCause
+    shared_tokens: int = 0
+    """Tokens at the beginning of the prompt that are the same in what was kept."""
+    message: int | None = None
+    """Index of the message with the first difference; None if there is none, or it is not known."""
+    role: str = ""
+    """Role of that message."""
+    before: str = ""
+    """Some characters around the first difference, as they were in what was kept; empty unless the same client had
+    asked that, and may be told."""
+    now: str = ""
+    """The characters that are there now."""
+
+
 class Beam(msgspec.Struct, frozen=True):
     """One candidate of a beam search. ``score`` is sum of log-probabilities / length**length_penalty."""
 

@@ -178,6 +178,8 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     """The kind of program that asks, which the timing panel of others names."""
     client: str = ""
     """Name of the client for which a program asks, if it has several. Each client gets a turn in the queue."""
+    quotes: bool = False
+    """Whether the answer may tell what the same client asked before, where that explains why it is read again."""
     conversation: str = ""
     """Name under which this conversation's prefix may be kept on disk (:mod:`engine.models.store.prefix_files`); empty:
     it is not kept."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from app.chat.state import Phase, Status
+from app.chat.state import Phase, PromptRead, Status
 from app.chat.words import (
     engine_name,
     progress_text,
+    prompt_words,
     share_words,
     size,
     slowest_layer_words,
@@ -22,6 +23,7 @@ from engine.ipc.messages import (
     MemoryUse,
     PassShare,
     Progress,
+    ReadAgain,
     Timing,
 )
 from tests.app.fake_engine import FACTS
@@ -87,6 +89,24 @@ def test_the_status_is_told_in_sentences() -> None:
     assert status_words(Status(model="big", problem="It does not fit."))[1:] == [
         "No model is loaded: It does not fit.", "Model: big, not loaded.",
     ]  # fmt: skip
+
+
+def test_why_a_prompt_was_read_again_is_said() -> None:
+    assert prompt_words(PromptRead(1234, 1200)) == (
+        "Prompt of the last answer: 1,234 tokens, 1,200 of them kept from before."
+    )
+    why = ReadAgain(
+        cause="changed", shared_tokens=9, message=0, role="system", before="is Monday", now="is \x1b[31mSunday\n"
+    )
+    text = prompt_words(PromptRead(50, 9, why))
+    assert text.endswith(
+        "Older ones were read again because an earlier message differs from what was kept: message 1 (system), "
+        "“is Monday” became “is ␛[31mSunday”."
+    ), text
+    assert prompt_words(PromptRead(50, 0, ReadAgain(cause="restarted"))).endswith("because the model was loaded again.")
+    others = msgspec.structs.replace(why, before="", now="")
+    assert prompt_words(PromptRead(50, 9, others)).endswith("was kept: message 1 (system).")
+    assert prompt_words(PromptRead(50, 9, why)) in status_words(Status(prompt=PromptRead(50, 9, why)))
 
 
 def test_who_shares_a_pass_is_said_where_there_is_more_than_one_row() -> None:

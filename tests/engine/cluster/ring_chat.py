@@ -22,6 +22,7 @@ class Chat:
         self.session = session
         self.events: list[AnyEvent] = []
         self.panel = False
+        self.owner = "somebody"
         self.cancel_when: Callable[[list[AnyEvent]], bool] = lambda events: False
         self.on_event: Callable[[AnyEvent], None] = lambda event: None
 

@@ -81,6 +81,7 @@ class Ask:
         self.cancel_when: Callable[[list[AnyEvent]], bool] = lambda events: False
         self.panel_open = False
         self.checks = 0
+        self.owner = "somebody"
 
     def cancelled(self) -> bool:
         self.checks += 1

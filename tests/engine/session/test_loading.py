@@ -51,6 +51,7 @@ from engine.session.loading import load_session
 from engine.ipc.messages import Generate, Load, Message
 
 class Nobody:
+    owner = None
     def cancelled(self): return False
     def watching(self): return False
 

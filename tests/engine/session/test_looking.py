@@ -162,6 +162,7 @@ def test_looking_is_cancelled(folders: dict[str, Path], opened: Open) -> None:
     ask = opened(folders["gemma4"])
 
     class Impatient:
+        owner = "somebody"
         asked = 0
 
         def cancelled(self) -> bool:

@@ -46,6 +46,7 @@ class Person:
         self.patience: int | None = None
         self.told: Prefill | None = None
         self._tokens = 0
+        self.owner = "somebody"
 
     def cancelled(self) -> bool:
         return self.patience is not None and self._tokens >= self.patience

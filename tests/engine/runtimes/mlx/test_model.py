@@ -319,6 +319,8 @@ def test_draws_are_as_likely_as_they_should_be() -> None:
 
 
 class Control:
+    owner = "somebody"
+
     def __init__(self, most: int = 10**9, watched: bool = False) -> None:
         self._left = most
         self._watched = watched
