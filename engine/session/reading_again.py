@@ -44,15 +44,16 @@ class Closest:
 
 
 def cause_of(
-    closest: Closest | None, asked: int, reused: int, *, last_message: bool, first: bool, answers: bool
+    closest: Closest | None, asked: int, reused: int, *, own: bool, last_message: bool, first: bool, answers: bool
 ) -> ReadingCause | None:
     """Why more than a new question was read of a prompt of ``asked`` tokens, ``reused`` of which were kept; None if
     there is nothing to tell.
 
+    ``own``: the same client had asked what was kept; of another's, a few tokens in common mean nothing.
     ``last_message``: the first difference from what was kept is in the last message. ``first``: no prompt was read
     since the model was loaded. ``answers``: the prompt holds answers of the model.
     """
-    if closest is None or not closest.shared:
+    if closest is None or closest.shared <= (0 if own else FEW_TOKENS):
         return "restarted" if first and answers and not reused else None
     differs = closest.shared < min(asked, closest.length)
     lost = closest.shared - reused > FEW_TOKENS

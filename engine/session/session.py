@@ -379,6 +379,7 @@ class Session:
             closest,
             len(prompt),
             cache.reused or 0,
+            own=closest is not None and closest.client == client,
             last_message=place is not None and place == len(messages) - 1,
             first=cache.first,
             answers=any(message.role == "assistant" for message in messages),

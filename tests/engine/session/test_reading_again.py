@@ -39,24 +39,34 @@ def test_the_changed_message_is_found_and_its_text(messages: list[str], data: st
     last = place == len(messages) - 1
     closest = Closest.of(list(map(ord, kept)), shared, None)
     assert closest.cuts and closest.length == len(kept)
-    cause = cause_of(closest, len(asked), shared, last_message=last, first=False, answers=True)
+    cause = cause_of(closest, len(asked), shared, own=True, last_message=last, first=False, answers=True)
     assert cause == (None if last else "changed")
 
 
 @given(
     shared=st.integers(0, 99), more=st.integers(0, 20), asked=st.integers(1, 99), lost=st.integers(0, 99),
-    gone=st.booleans(), cuts=st.booleans(), last=st.booleans(), first=st.booleans(), answers=st.booleans(),
+    own=st.booleans(), gone=st.booleans(), cuts=st.booleans(), last=st.booleans(),
+    first=st.booleans(), answers=st.booleans(),
 )  # fmt: skip
 def test_each_cause_has_its_condition(
-    shared: int, more: int, asked: int, lost: int, gone: bool, cuts: bool, last: bool, first: bool, answers: bool
+    shared: int,
+    more: int,
+    asked: int,
+    lost: int,
+    own: bool,
+    gone: bool,
+    cuts: bool,
+    last: bool,
+    first: bool,
+    answers: bool,
 ) -> None:
     shared = min(shared, asked)
     reused = max(0, min(shared, asked - 1) - lost)
     closest = Closest(shared, shared + more, given_up=gone, cuts=cuts)
-    cause = cause_of(closest, asked, reused, last_message=last, first=first, answers=answers)
+    cause = cause_of(closest, asked, reused, own=own, last_message=last, first=first, answers=answers)
     everything = shared - reused <= FEW_TOKENS
     if cause == "restarted":
-        assert first and answers and shared == 0
+        assert first and answers and shared <= (0 if own else FEW_TOKENS)
     if cause == "memory":
         assert gone and not everything
     if cause == "state":
@@ -65,9 +75,9 @@ def test_each_cause_has_its_condition(
         assert more and shared < asked and not last
     if cause == "pass":
         assert not everything and cuts and not gone and (not more or shared == asked)
-    if cause is None and shared:
+    if cause is None and shared > (0 if own else FEW_TOKENS):
         assert everything or (last and more)
-    assert cause_of(None, asked, 0, last_message=False, first=first, answers=answers) == (
+    assert cause_of(None, asked, 0, own=own, last_message=False, first=first, answers=answers) == (
         "restarted" if first and answers else None
     )
 
@@ -125,10 +135,10 @@ def test_a_changed_date_is_named_to_its_own_client_only(session: Session) -> Non
     ]  # fmt: skip
     assert "Monday" in found.before and "Sunday" in found.now
     assert found.shared_tokens == 1 + len("Today-is-")
-    other = theirs(Message("system", "Today-is-Friday-and-all-is-well"), question)
+    found = mine(Message("system", "Today-is-Sunday-and-all-was-well"), question)
+    assert found is not None and "was" in found.now
+    other = theirs(Message("system", "Today-is-Sunday-and-all-is-lost"), question)
     assert other is not None and (other.message, other.role, other.before, other.now) == (0, "system", "", "")
-    silent = mine(Message("system", "Today-is-Sunday-and-all-was-well"), question, tools=[])
-    assert silent is not None and "was" in silent.now
 
 
 def test_who_does_not_ask_for_quotes_gets_none(session: Session) -> None:
