@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from app import engine_process
+from engine.bench.local_ring import Launcher
 from tests.support.engine_forks import forked
 
 SCRIPT = Path(__file__).with_name("scripted_engine.py")
@@ -20,9 +21,12 @@ def play(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(engine_process, "host_command", lambda: (sys.executable, str(SCRIPT), script))
 
 
-def fork_engines(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str] = ("-m", "engine.host")) -> None:
-    """Engines that are started from now on are real ones, forked from a process that has imported everything."""
-    monkeypatch.setattr(engine_process, "start", lambda command: forked(arguments, os.environ))
+def fork_engines(
+    monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str] = ("-m", "engine.host"), launch: Launcher = forked
+) -> None:
+    """Engines that are started from now on are real ones, forked from a process that has imported everything.
+    ``launch``: ``with_libraries`` where the model is one that sees, of which torch runs the tower."""
+    monkeypatch.setattr(engine_process, "start", lambda command: launch(arguments, os.environ))
 
 
 def make_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

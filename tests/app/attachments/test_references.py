@@ -19,6 +19,12 @@ from app.attachments.listing import best, entries_of, files_below, fitting, fold
 from app.attachments.references import MOST_FILES, pasted_pictures, pattern, reference_to, references, resolve
 from app.tui.chat.completion import FileReferences
 from tests.app.attachments.pictures import png
+from tests.support.eventually import PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def _listing_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "_PATIENCE_S", PATIENCE_S)
 
 
 @pytest.fixture

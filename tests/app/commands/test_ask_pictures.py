@@ -14,6 +14,7 @@ from app.commands.root import run
 from engine.pictures.picture import Picture
 from tests.app.scripted import fork_engines
 from tests.engine.runtimes.native_oracle import needs_kernels
+from tests.support.engine_forks import with_libraries
 from tests.support.speaking_model import write_speaking_model
 from tests.support.tiny_seeing import TEMPLATE, png, random_picture, write_speaking_seeing
 
@@ -25,7 +26,7 @@ CHOICES = ["--no-stdin", "--json", "--max-tokens", "6", "--temperature", "0", "-
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    fork_engines(monkeypatch)
+    fork_engines(monkeypatch, launch=with_libraries)
     return tmp_path
 
 

@@ -22,6 +22,7 @@ from app.serve.gate import Rules
 from app.serve.listening import ListenAddress, listen
 from app.serve.model_service import ModelService
 from app.serve.server import HttpServer
+from engine.bench.local_ring import Launcher
 from engine.ipc.messages import Load
 from tests.support.engine_forks import forked
 
@@ -48,12 +49,17 @@ class Served:
 
 @contextmanager
 def served(
-    model: Path, home: Path, rules: Rules | None = None, defaults: Defaults | None = None, **options: Any
+    model: Path,
+    home: Path,
+    rules: Rules | None = None,
+    defaults: Defaults | None = None,
+    launch: Launcher = forked,
+    **options: Any,
 ) -> Iterator[Served]:
-    """A server of ``model`` until the end of the block."""
+    """A server of ``model`` until the end of the block. ``launch``: ``with_libraries`` for a model that sees."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRIVATELLM_HOME", str(home))
-        patch.setattr(engine_process, "start", lambda command: forked(("-m", "engine.host"), os.environ))
+        patch.setattr(engine_process, "start", lambda command: launch(("-m", "engine.host"), os.environ))
         listener = listen(ListenAddress("127.0.0.1", 0))
         port = listener.getsockname()[1]
         notes: list[str] = []

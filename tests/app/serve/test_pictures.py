@@ -22,6 +22,7 @@ from engine.ipc.messages import LARGEST_PICTURE, MOST_PICTURE_BYTES, Message, Pi
 from tests.app.attachments.pictures import png
 from tests.app.serve.served import TEMPLATE, Served, served
 from tests.engine.runtimes.native_oracle import needs_kernels
+from tests.support.engine_forks import with_libraries
 from tests.support.speaking_model import write_speaking_model
 from tests.support.tiny_seeing import write_speaking_seeing
 
@@ -162,7 +163,7 @@ def test_a_message_without_parts_is_empty() -> None:
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("seeing")
     model = write_speaking_seeing(folder / "seeing", "qwen3_5")
-    with served(model, folder / "home", defaults=Defaults(Sampling(temperature=0.0))) as running:
+    with served(model, folder / "home", None, Defaults(Sampling(temperature=0.0)), with_libraries) as running:
         yield running
 
 

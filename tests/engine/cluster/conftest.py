@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 
+from engine.cluster.membership import server
 from tests.engine.cluster.linked_nodes import LinkedNodes
 from tests.engine.cluster.paired_nodes import Nodes
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_S, eventually
+
+
+@pytest.fixture(autouse=True)
+def _handshakes_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a paired one may need more than the seconds that a stranger gets."""
+    patient = dict(server.SERVER_OPTIONS) | {"grpc.server_handshake_timeout_ms": int(PATIENCE_S) * 1000}
+    monkeypatch.setattr(server, "SERVER_OPTIONS", tuple(patient.items()))
 
 
 @pytest.fixture
