@@ -17,22 +17,25 @@ from engine.ipc.messages import DeviceMemory, Load, ModelFacts, NodeShard
 from engine.moe.expert_parallel import HEAD, Mode
 from engine.planning.hybrid import workspace_bytes
 from engine.planning.memory import ModelSizes
+from engine.planning.prediction import answers_per_s
 from engine.planning.ring_nodes import beside_weights
 from engine.planning.ring_plan import RingDecision
 from engine.planning.ring_words import THIS_MACHINE, absent_lines
 from engine.planning.runtime_choice import RuntimeChoice
-from engine.runtimes.choosing import as_ring_node
+from engine.runtimes.choosing import as_ring_node, rows_together
 from engine.runtimes.model_headers import Headers
 
 
 @dataclass(frozen=True)
 class RingRequest:
-    """A planned ring. ``memory``: an entry for each node, and for its GPU. ``choice``: the runtime it is planned by."""
+    """A planned ring. ``memory``: an entry for each node, and for its GPU. ``choice``: the runtime it is planned by.
+    ``answers_per_s``: see :class:`engine.planning.hybrid.HybridPlan`; empty if the ring is not formed."""
 
     decision: RingDecision
     memory: list[DeviceMemory]
     tokens_per_s: float | None
     choice: RuntimeChoice
+    answers_per_s: tuple[float, ...]
 
 
 def plan_ring_request(
@@ -81,7 +84,10 @@ def plan_ring_request(
     if decision.kind == "elsewhere":
         shards = shards[1:]  # the head holds no weights
     memory = [part for shard in shards for part in _memory(shard, survey, model, decision.mode)]
-    return RingRequest(decision, memory, tokens_per_s, planned.choice)
+    several: tuple[float, ...] = ()
+    if decision.kind == "ring" and decision.terms is not None and tokens_per_s:
+        several = answers_per_s(decision.terms.rows_s, rows_together(planned.choice.name))
+    return RingRequest(decision, memory, tokens_per_s, planned.choice, several)
 
 
 def _planned(

@@ -208,18 +208,25 @@ def _enumerated(kinds: LayerKinds, per_token: int, total: float) -> list[tuple[f
     return [(chance, numbers) for chance, _, numbers in beginnings]
 
 
+def fractions() -> Iterator[float]:
+    """Numbers from 0 to below 1 as if drawn at random, the same ones every time."""
+    state = 0x9E3779B97F4A7C15
+    while True:
+        state = (state * 6364136223846793005 + 1442695040888963407) & 0xFFFFFFFFFFFFFFFF
+        yield (state >> 11) / (1 << 53)
+
+
 def _drawn(
     kinds: LayerKinds, per_token: int, rest: Sequence[Sequence[float]], draws: int
 ) -> list[tuple[float, Counts]]:
     """Randomly drawn outcomes. Each kind's number is drawn given what is left for it and the kinds after it."""
-    state = 0x9E3779B97F4A7C15
+    marks = fractions()
     times_drawn: dict[Counts, int] = {}
     for _ in range(draws):
         left = per_token
         numbers = []
         for place, (_, row) in enumerate(kinds):
-            state = (state * 6364136223846793005 + 1442695040888963407) & 0xFFFFFFFFFFFFFFFF
-            mark = (state >> 11) / (1 << 53) * rest[place][left]
+            mark = next(marks) * rest[place][left]
             n, last = 0, min(left, len(row) - 1)
             while n < last:
                 mark -= row[n] * rest[place + 1][left - n]

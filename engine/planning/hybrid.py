@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from engine.ipc.messages import DeviceMemory, ExpertPolicy, PlannedChoice
@@ -18,11 +19,14 @@ from engine.planning.calibration import Calibration
 from engine.planning.memory import ModelSizes
 from engine.planning.policy import Policy, policy_named
 from engine.planning.prediction import (
+    ANSWERS,
     DECODE_CONTEXT,
     PREFILL_TOKENS,
     Shares,
     Speed,
+    answers_per_s,
     cpu_speed,
+    cpu_step_s,
     hybrid_speed,
     streaming_step_s,
 )
@@ -77,6 +81,8 @@ class HybridRequest:
     gpu_expert_bytes: int | None = None
     cpu_layer_overhead_s: float = 0.0
     cpu_read_share: float = 1.0
+    rows_together: int = 1
+    """Maximum rows of several answers in one step of the runtime."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ class HybridPlan:
     choices: tuple[PlannedChoice, ...]
     tokens_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
+    answers_per_s: tuple[float, ...] = ()
+    """Tokens per second of each of :data:`engine.planning.prediction.ANSWERS`."""
     basis: str = ""
 
 
@@ -193,12 +201,15 @@ def _cpu_plan(
         where = PlannedChoice("experts", "CPU", "the GPU is left alone, as chosen")
     choices = [where] if model.experts else [PlannedChoice("weights", "CPU", where.reason)]
     speed: Speed | None = None
+    step_s: Callable[[int], float] | None = None
     if calibration is not None:
         speed = cpu_speed(model, calibration, shares, wanted.cpu_layer_overhead_s, wanted.cpu_read_share)
+        step_s = partial(cpu_step_s, model, calibration, shares, wanted.cpu_layer_overhead_s, wanted.cpu_read_share)
         basis = "measured by `privatellm bench experts` on this machine"
     elif machine.memory_read:
         rate = wanted.cpu_read_share * machine.memory_read
-        speed = Speed(streaming_step_s(model, rate, wanted.cpu_layer_overhead_s), 0.0)
+        step_s = partial(streaming_step_s, model, rate, wanted.cpu_layer_overhead_s)
+        speed = Speed(step_s(1), 0.0)
         basis = f"the weights read per token at {rate / 1e9:.0f} GB/s"
         if model.experts:
             basis += f", a rate measured with other models; `{_bench_experts(model)}` measures these experts"
@@ -206,7 +217,7 @@ def _cpu_plan(
         basis = _nothing_measured(model)
     finished = HybridPlan(spare >= 0, max(0, -spare), False, 0, (memory,), tuple(choices), basis=basis)
     kept = 0 if model.trunk_is_mapped else model.trunk_bytes
-    return _with_speed(finished, model, machine, wanted, speed, kept, popularity)
+    return _with_speed(finished, model, machine, wanted, speed, step_s, kept, popularity)
 
 
 def _on_cpu(cpu: Device, model: ModelSizes, trunk: int, key_values: int, workspace: int) -> DeviceMemory:
@@ -266,7 +277,7 @@ def _gpu_plan(
         choices=choices,
         basis=basis,
     )
-    return _with_speed(finished, replace(model, trunk_is_mapped=False), machine, wanted, speed, 0, popularity)
+    return _with_speed(finished, replace(model, trunk_is_mapped=False), machine, wanted, speed, None, 0, popularity)
 
 
 def _gpu_choices(
@@ -309,13 +320,19 @@ def _with_speed(
     machine: HybridMachine,
     wanted: HybridRequest,
     speed: Speed | None,
+    step_s: Callable[[int], float] | None,
     kept_bytes: int,
     popularity: Sequence[Sequence[int]],
 ) -> HybridPlan:
     """``finished`` with its rates, including reads from the disk if the host's memory is too small.
 
-    ``kept_bytes``: bytes of host memory with weights that are not mapped.
+    ``step_s``: seconds of a step by its rows; None: answers take turns. ``kept_bytes``: bytes of host memory with
+    weights that are not mapped.
     """
+
+    def disk_s(rows: int) -> float:
+        return 0.0
+
     cpu = next(device for device in finished.memory if device.device == "CPU")
     mapped = model.expert_bytes + (model.trunk_bytes if model.trunk_is_mapped else 0)
     missing = mapped - (machine.cpu.free - kept_bytes - cpu.key_values - cpu.workspace)
@@ -333,18 +350,33 @@ def _with_speed(
             # is kept afterwards is at most a small part of the free memory.
             cached = model.cache_bytes(min(DECODE_CONTEXT, model.context_tokens)) if cpu.key_values else 0
             room = machine.cpu.free + machine.reserve - kept_bytes - cached
-            step_bytes = bytes_from_disk(model, room, 1, popularity)
+            disk_read = machine.disk_read
+
+            def disk_s(rows: int) -> float:
+                return seconds_from_disk(bytes_from_disk(model, room, rows, popularity), disk_read)
+
             prompt_bytes = bytes_from_disk(model, room - cpu.workspace, PREFILL_TOKENS, popularity)
-            step = seconds_from_disk(step_bytes, machine.disk_read)
-            prompt = seconds_from_disk(prompt_bytes, machine.disk_read)
+            prompt = seconds_from_disk(prompt_bytes, disk_read)
             speed = replace(
-                speed, step_s=speed.step_s + step, prefill_s=speed.prefill_s + prompt if speed.prefill_s else 0.0
+                speed,
+                step_s=speed.step_s + disk_s(1),
+                prefill_s=speed.prefill_s + prompt if speed.prefill_s else 0.0,
             )
             finished = replace(finished, basis=f"{finished.basis}, and the disk's rate")
     if speed is None:
         return finished
+    if not speed.tokens_per_s:
+        return replace(finished, prefill_tokens_per_s=speed.prefill_tokens_per_s or None)
+    if step_s is None:
+        several = (speed.tokens_per_s,) * len(ANSWERS)
+    else:
+        step = step_s
+        several = answers_per_s(lambda rows: step(rows) + disk_s(rows), wanted.rows_together)
     return replace(
-        finished, tokens_per_s=speed.tokens_per_s or None, prefill_tokens_per_s=speed.prefill_tokens_per_s or None
+        finished,
+        tokens_per_s=speed.tokens_per_s,
+        prefill_tokens_per_s=speed.prefill_tokens_per_s or None,
+        answers_per_s=several,
     )
 
 

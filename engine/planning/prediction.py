@@ -8,13 +8,13 @@ the largest measured expert, if that is longer. All times are in seconds, all me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import comb
 
 from engine.planning.calibration import Calibration, Curve
-from engine.planning.memory import ModelSizes
+from engine.planning.memory import ModelSizes, expected_distinct_experts
 from engine.planning.policy import ActiveExpert, Policy
 
 DECODE_CONTEXT = 512
@@ -158,19 +158,53 @@ def cpu_speed(
     rate = read_share * calibration.memory_read
     per_s = _operations_rate(calibration.cpu, calibration, model)
     other = model.layers * layer_overhead_s
-    one = min(model.experts_per_token, model.experts) * calibration.cpu.at(1)
     many = sum(calibration.cpu.at(tokens) for tokens in _tokens(model, shares))
     return Speed(
-        step_s=other + _trunk(model, 1, rate, per_s) + model.moe_layers * one,
+        step_s=cpu_step_s(model, calibration, shares, layer_overhead_s, read_share),
         prefill_s=other + _trunk(model, PREFILL_TOKENS, rate, per_s) + model.moe_layers * many,
     )
 
 
-def streaming_step_s(model: ModelSizes, memory_read: float, layer_overhead_s: float = 0.0) -> float:
-    """Seconds of a decoding step on the CPU if it takes the time of streaming its weights; for models without a
-    calibration."""
-    used = min(model.experts_per_token, model.experts) * model.moe_layers * model.slab_bytes
-    return model.layers * layer_overhead_s + (_trunk_bytes_read(model) + used) / memory_read
+def cpu_step_s(
+    model: ModelSizes,
+    calibration: Calibration,
+    shares: Shares,
+    layer_overhead_s: float = 0.0,
+    read_share: float = 1.0,
+    rows: int = 1,
+) -> float:
+    """Seconds of a decoding step of ``rows`` independent rows with everything on the CPU.
+
+    The trunk is read once, at ``read_share`` of the memory rate, and each expert that any row uses once.
+    """
+    per_s = _operations_rate(calibration.cpu, calibration, model)
+    trunk = _trunk(model, rows, read_share * calibration.memory_read, per_s, rows)
+    chances = tuple(min(1.0, min(model.experts_per_token, model.experts) * share) for share in shares.of)
+    return model.layers * layer_overhead_s + trunk + model.moe_layers * experts_s(calibration.cpu, chances, rows)
+
+
+def experts_s(curve: Curve, chances: Sequence[float], rows: int) -> float:
+    """Expected seconds of a layer's experts, one after the other, for ``rows`` rows that choose independently.
+
+    ``chances``: probability that a row uses each expert. ``curve``: seconds of an expert by its rows.
+    """
+    seconds = [curve.at(count) for count in range(rows + 1)]
+
+    def expected(chance: float) -> float:
+        return sum(
+            comb(rows, count) * chance**count * (1.0 - chance) ** (rows - count) * seconds[count]
+            for count in range(1, rows + 1)
+        )
+
+    return sum(chances.count(chance) * expected(chance) for chance in set(chances))
+
+
+def streaming_step_s(model: ModelSizes, memory_read: float, layer_overhead_s: float = 0.0, rows: int = 1) -> float:
+    """Seconds of a decoding step of ``rows`` rows on the CPU if it takes the time of streaming its weights; for models
+    without a calibration."""
+    distinct = expected_distinct_experts(model.experts, model.experts_per_token, rows)
+    used = distinct * model.moe_layers * model.slab_bytes
+    return model.layers * layer_overhead_s + (_trunk_bytes_read(model, rows) + used) / memory_read
 
 
 @lru_cache(maxsize=4096)
@@ -220,13 +254,14 @@ def _tokens(model: ModelSizes, shares: Shares) -> list[int]:
     return expected_tokens(shares, model.experts_per_token, PREFILL_TOKENS)
 
 
-def _trunk_bytes_read(model: ModelSizes) -> float:
-    return model.trunk_read_bytes + model.cache_bytes(DECODE_CONTEXT)
+def _trunk_bytes_read(model: ModelSizes, texts: int = 1) -> float:
+    """Bytes of the trunk, and of the keys and values of so many texts."""
+    return model.trunk_read_bytes + texts * model.cache_bytes(DECODE_CONTEXT)
 
 
-def _trunk(model: ModelSizes, rows: int, rate: float, operations_per_s: float) -> float:
+def _trunk(model: ModelSizes, rows: int, rate: float, operations_per_s: float, texts: int = 1) -> float:
     operations = 2.0 * rows * model.trunk_read_bytes * model.weights_per_trunk_byte
-    return max(_trunk_bytes_read(model) / rate, operations / operations_per_s)
+    return max(_trunk_bytes_read(model, texts) / rate, operations / operations_per_s)
 
 
 def _weight_rate(curve: Curve, calibration: Calibration) -> float:
@@ -239,6 +274,26 @@ def _operations_rate(curve: Curve, calibration: Calibration, model: ModelSizes) 
     tokens = curve.tokens[-1]
     weights = model.slab_weights or calibration.shape.expert_bytes / model.width
     return 2.0 * tokens * weights / curve.at(tokens)
+
+
+# --- several answers at once -----------------------------------------------------------------------------------------
+
+
+ANSWERS = (1, 2, 4, 8, 16)
+"""Numbers of answers at once for which a plan predicts the speed."""
+
+
+def answers_per_s(step_s: Callable[[int], float], rows_together: int) -> tuple[float, ...]:
+    """Tokens per second of each of :data:`ANSWERS`, all of its answers together.
+
+    ``step_s``: seconds of a step by its rows. ``rows_together``: maximum rows of a step; further answers take turns.
+    """
+
+    def rate(answers: int) -> float:
+        whole, rest = divmod(answers, rows_together)
+        return answers / ((whole * step_s(rows_together) if whole else 0.0) + (step_s(rest) if rest else 0.0))
+
+    return tuple(rate(answers) for answers in ANSWERS)
 
 
 # --- a rough prediction ----------------------------------------------------------------------------------------------

@@ -14,12 +14,14 @@ of private LLMs on Apple Silicon, sections 4.3 and 4.4.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.planning.calibration import Calibration, Curve
-from engine.planning.cluster_load import LoadOutcomes, load_outcomes
+from engine.planning.cluster_load import LoadOutcomes, fractions, load_outcomes
 from engine.planning.memory import ModelSizes
 from engine.planning.placement import Placement
 from engine.planning.policy import Policy
@@ -196,6 +198,12 @@ class StepTerms:
     def step(self) -> PassTime:
         return step_time(self.model, self.placement, self.nodes, self.wire, self.setting, self.popularity)
 
+    def rows_s(self, rows: int) -> float:
+        """Seconds of a decoding step of ``rows`` rows; see :func:`rows_time`."""
+        if rows == 1:
+            return self.step().seconds
+        return rows_time(self.model, self.placement, self.nodes, self.wire, self.setting, rows, self.popularity).seconds
+
     def with_exchange(self, seconds: float, layer_s: float | None = None) -> StepTerms:
         """These terms with an exchange that took ``seconds`` once all nodes were joined.
 
@@ -263,6 +271,59 @@ def pass_time(
         attention, moe, exchange = attention + trunk, moe + computing, exchange + travelling
     other = attention + _together(nodes, [node.outside.at(tokens) for node in nodes], setting)
     return PassTime(moe, exchange, other, tokens)
+
+
+DRAWN_LAYERS = 256
+"""Number of layers that are drawn to predict a step of several rows."""
+
+
+def rows_time(
+    model: ModelSizes,
+    placement: Placement,
+    nodes: Sequence[NodeCosts],
+    wire: WireSpeed,
+    setting: RingSetting,
+    rows: int,
+    popularity: Sequence[Sequence[float]] = (),
+) -> PassTime:
+    """Time of a decoding step of ``rows`` rows of independent texts: the mean over drawn layers, always the same ones.
+
+    Each row chooses experts by their ``popularity``. A node reads each expert that it runs once. Raises ValueError for
+    another number of nodes than the placement's.
+    """
+    assigner = Assigner(placement, expert_seconds(model, placement, nodes))
+    draws, layers = fractions(), len(placement.layers)
+    moe = exchange = attention = 0.0
+    for number in range(DRAWN_LAYERS):
+        at = number % layers
+        drawn = Counter(
+            expert
+            for _ in range(rows)
+            for expert in _chosen(
+                draws, placement.experts, model.experts_per_token, popularity[at] if popularity else ()
+            )
+        )
+        active = sorted(drawn)
+        runs: list[list[int]] = [[] for _ in nodes]
+        owners = assigner.owners(placement.layers[at], active, [drawn[expert] for expert in active])
+        for expert, owner in zip(active, owners, strict=True):
+            runs[owner].append(drawn[expert])
+        experts = [node.prefill_s(run, layers) for node, run in zip(nodes, runs, strict=True)]
+        trunk, computing, travelling = _layer(nodes, setting, wire, model, rows, experts, [sum(run) for run in runs])
+        attention, moe, exchange = attention + trunk, moe + computing, exchange + travelling
+    each = layers / DRAWN_LAYERS
+    other = each * attention + _together(nodes, [node.outside.at(rows) for node in nodes], setting)
+    return PassTime(each * moe, each * exchange, other, rows)
+
+
+def _chosen(draws: Iterator[float], experts: int, per_token: int, use: Sequence[float]) -> list[int]:
+    """Different experts of one row, drawn one after the other by their ``use``; empty: all are used alike."""
+    left = list(range(experts))
+    if sum(use) <= 0:
+        return [left.pop(int(next(draws) * len(left))) for _ in range(min(per_token, experts))]
+    # The largest of these keys are a draw without replacement. An expert that nobody used comes last.
+    keys = [math.log(1.0 - next(draws)) / each if each > 0 else -math.inf for each in use]
+    return sorted(left, key=lambda expert: -keys[expert])[:per_token]
 
 
 def alone_time(model: ModelSizes, node: NodeCosts, tokens: int = 1) -> PassTime:

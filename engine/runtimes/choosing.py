@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.planning.runtime_choice import Runtime, RuntimeChoice, candidates, first_supported
+from engine.runtimes.native.bindings import STEPS_TOGETHER
 
 
 def choose_runtime(
@@ -57,6 +58,11 @@ def on_one_machine(request: Load, runtime: str) -> Load:
 def as_ring_node(request: Load, runtime: str) -> Load:
     """How a node of a ring loads its shard with ``runtime``: by torch, a GPU shares its experts with the CPU."""
     return msgspec.structs.replace(request, partitioning="cpu" if runtime == "native" else "auto")
+
+
+def rows_together(runtime: str) -> int:
+    """Maximum rows of several answers in one step of ``runtime``; see :attr:`LoadedModel.rows_together`."""
+    return STEPS_TOGETHER if runtime == "native" else 1
 
 
 def native_unsupported_reason(folder: Path, request: Load, progress: ProgressCallback | None = None) -> str | None:

@@ -7,7 +7,7 @@ measurements, and the person's own use of the model.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ import msgspec
 from engine.calibration.calibration_file import MLX_GPU, MachineSpeed, calibration_key, load_calibration, load_speed
 from engine.calibration.reading_rates import disk_rate
 from engine.errors import ModelError
-from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
+from engine.ipc.messages import AnswersSpeed, Load, ModelFacts, Plan, Planned, PlannedChoice
 from engine.models.formats.number_formats import is_packed
 from engine.models.store.local_models import ResolvedModel, resolve
 from engine.moe.kernels.pool import reason_for, threads_of, within_this_machine
@@ -26,9 +26,10 @@ from engine.planning.calibration import Calibration
 from engine.planning.hybrid import Device, HybridMachine, HybridPlan, HybridRequest, better, workspace_bytes
 from engine.planning.hybrid import plan as plan_placement
 from engine.planning.memory import ModelSizes
+from engine.planning.prediction import ANSWERS
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
-from engine.runtimes.choosing import choose_runtime
+from engine.runtimes.choosing import choose_runtime, rows_together
 from engine.runtimes.mlx import eligible, gguf_files
 from engine.runtimes.model_headers import Headers, read_headers
 from engine.session.refusals import check_request
@@ -66,6 +67,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
         choices=[*_choices(request.load, sizes, runtime), *here.laid_out, *plan.choices, *_said(notices)],
         tokens_per_s=plan.tokens_per_s,
         prefill_tokens_per_s=plan.prefill_tokens_per_s,
+        answers=_answers(plan.answers_per_s),
         basis=_basis(plan, sizes, here.speed, runtime.name, load.model),
     )
 
@@ -122,6 +124,7 @@ def _with_one_choice(load: Load, folder: Path, loaded: ModelFacts | None, notice
             gpu_expert_bytes=load.gpu_expert_bytes,
             cpu_layer_overhead_s=overhead_s,
             cpu_read_share=read_share,
+            rows_together=rows_together(runtime.name),
         ),
         calibration,
         _popularity(headers, notices),
@@ -156,9 +159,14 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Cl
             *_said([*notices, *decision.notices]),
         ],
         tokens_per_s=plan.tokens_per_s,
+        answers=_answers(plan.answers_per_s),
         basis="what the machines measured of themselves and of their links",
         ring=decision.facts,
     )
+
+
+def _answers(rates: Sequence[float]) -> list[AnswersSpeed]:
+    return [AnswersSpeed(answers, rate) for answers, rate in zip(ANSWERS, rates, strict=False)]
 
 
 def _folder_of(resolved: ResolvedModel) -> Path:

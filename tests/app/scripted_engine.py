@@ -15,6 +15,7 @@ import msgspec
 
 from engine.ipc.messages import (
     PROTOCOL_VERSION,
+    AnswersSpeed,
     Beam,
     BeamProgress,
     Bench,
@@ -210,6 +211,7 @@ def planned(request: Plan, shortfall: int = 0) -> Planned:
         ],
         choices=[PlannedChoice("load", msgspec.json.encode(request.load).decode(), "as\x1b[31m asked")],
         tokens_per_s=None if shortfall else 12.345, prefill_tokens_per_s=None if shortfall else 678.9,
+        answers=[] if shortfall else [AnswersSpeed(1, 12.345), AnswersSpeed(2, 20.0), AnswersSpeed(4, 31.5)],
         basis="nothing was measured" if shortfall else "measured",
         ring=RING if request.load.partitioning == "ring" else None,
     )  # fmt: skip

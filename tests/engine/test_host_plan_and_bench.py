@@ -154,6 +154,8 @@ def test_experts_are_measured_once_and_plans_rest_on_it(engine: EngineProcess, h
     (planned,) = engine.ask(Plan(id=61, load=load_of(model)))
     assert isinstance(planned, Planned) and planned.tokens_per_s is not None
     assert planned.prefill_tokens_per_s is not None and "privatellm bench experts" in planned.basis
+    assert [each.answers for each in planned.answers] == [1, 2, 4, 8, 16]
+    assert planned.answers[0].tokens_per_s == planned.tokens_per_s
     assert "at best" not in planned.basis  # what the runtime adds was measured beside
     (other,) = engine.ask(Plan(id=62, load=Load(id=0, model=str(model), partitioning="cpu", cpu_threads=2)))
     assert isinstance(other, Planned) and other.tokens_per_s is None  # measured with one thread

@@ -25,6 +25,7 @@ from engine.ipc.messages.parts import (
     ToolChoice as ToolChoice,
 )
 from engine.ipc.messages.events import (
+    AnswersSpeed as AnswersSpeed,
     TERMINAL_EVENTS as TERMINAL_EVENTS,
     AnyEvent as AnyEvent,
     BeamEstimate as BeamEstimate,

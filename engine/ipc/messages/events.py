@@ -228,6 +228,13 @@ class PlannedChoice(msgspec.Struct, frozen=True):
     reason: str
 
 
+class AnswersSpeed(msgspec.Struct, frozen=True):
+    """Predicted tokens per second of so many answers at once, all together."""
+
+    answers: int
+    tokens_per_s: float
+
+
 class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     """The plan for a model.
 
@@ -243,6 +250,8 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
     choices: list[PlannedChoice]
     tokens_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
+    answers: list[AnswersSpeed] = []
+    """The speed of several answers; empty without a basis."""
     basis: str = ""
     ring: RingFacts | None = None
     """The ring as planned; None without one."""

@@ -42,6 +42,7 @@ def test_a_plan_is_printed_with_its_reasons(home: Path, capsys: pytest.CaptureFi
     assert "A GPU: 3.0 GB of 8.0 GB (7.5 GB free): trunk 3.0 GB, workspace 500 B" in lines
     assert "CPU: 90.0 GB: experts 90.0 GB" in lines
     assert "Predicted: 12.3 tokens/s; prompts at 679 tokens/s (measured)" in lines
+    assert "Several answers at once: 2 get 20 tokens/s in all, 4 get 31.5" in lines
     assert any(line.endswith(": as asked") for line in lines)
 
 

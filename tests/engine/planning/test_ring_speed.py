@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -28,6 +30,7 @@ from engine.planning.ring_speed import (
     measured_costs,
     pass_time,
     relative_error,
+    rows_time,
     sharing_s,
     step_time,
 )
@@ -62,6 +65,49 @@ def test_two_equal_nodes_by_hand() -> None:
     assert found.exchange_s == pytest.approx(4 * 1e-4)
     assert found.other_s == pytest.approx(4 * 2e-3 + 5e-3)
     assert found.tokens_per_s == pytest.approx(1 / found.seconds)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("used", [(), (5.0, 1.0, 1.0, 2.0, 0.0, 3.0, 1.0, 1.0)])
+def test_a_step_of_one_row_is_drawn_as_it_is_computed(nodes: int, used: tuple[float, ...]) -> None:
+    popularity = [used] * 4 if used else []
+    drawn = rows_time(MODEL, apart(nodes), [NODE] * nodes, WIRE, RingSetting(), 1, popularity)
+    computed = step_time(MODEL, apart(nodes), [NODE] * nodes, WIRE, RingSetting(), popularity)
+    assert drawn.seconds == pytest.approx(computed.seconds, rel=0.02)
+    assert drawn.moe_s == pytest.approx(computed.moe_s, rel=0.07)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_steps_of_several_rows_against_all_choices(rows: int, mode: Mode) -> None:
+    """Every choice of every row, with an expert that takes twice as long for three tokens as for one."""
+    model = replace(MODEL, experts=4, expert_bytes=16 * 10_000_000)
+    placement = Placement((1, 2, 3, 5), 2, (((0,), (1,), (0,), (1,)),) * 4)
+    node = replace(NODE, expert=Curve((1, 3), (1e-3, 2e-3)))
+    slow = WireSpeed(latency_s=1e-4, bytes_per_s=1e8)
+    setting = RingSetting(mode)
+    choices = list(itertools.product(itertools.combinations(range(4), 2), repeat=rows))
+    moe = exchange = 0.0
+    for chosen in choices:
+        counts = Counter(expert for row in chosen for expert in row)
+        seconds = [sum(node.expert.at(n) for e, n in counts.items() if e % 2 == rank) for rank in (0, 1)]
+        sent = [sum(n for e, n in counts.items() if e % 2 == rank) for rank in (0, 1)]
+        moe += max(seconds) / len(choices)
+        exchange += slow.seconds((max(sent) if mode == "exact" else rows) * 1024 * 4, 1) / len(choices)
+    found = rows_time(model, placement, [node, node], slow, setting, rows)
+    assert found.moe_s == pytest.approx(4 * moe, rel=0.03)
+    assert found.exchange_s == pytest.approx(4 * exchange, rel=0.03)
+    assert found.other_s == pytest.approx(4 * NODE.attention.at(rows) + NODE.outside.at(rows))
+    assert found.tokens == rows
+
+
+def test_several_rows_share_an_exchange_and_what_is_read() -> None:
+    terms = StepTerms(MODEL, apart(2), (NODE, NODE), WIRE, RingSetting())
+    seconds = [terms.rows_s(rows) for rows in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds)
+    rates = [rows / each for rows, each in zip((1, 2, 4, 8), seconds, strict=True)]
+    assert rates == sorted(rates) and rates[-1] > 2 * rates[0]
+    assert terms.rows_s(8) == terms.rows_s(8), "always the same layers are drawn"
 
 
 def test_terms_are_put_in_as_they_are_measured() -> None:
