@@ -83,6 +83,7 @@ ARCHITECTURES = {
     "mimo_v2_flash": "mimo2",
     "mistral4": "mistral4",
     "step3p5": "step35",
+    "gemma3n_text": "gemma3n",
     "apertus": "apertus",
     "qwen4_exp_text": "qwen4exp",
     "qwen3_vl_text": "qwen3vl",
@@ -261,6 +262,7 @@ def write_tiny_gguf(
     extra_lists: dict[str, dict[int, float]] = {}
     experts: dict[tuple[int, str], dict[int, tuple[str, Floats]]] = {}
     tables: dict[str, Floats] = {}
+    streams: dict[str, dict[str, Floats]] = {}
     for name, tensor in _tensors(source).items():
         if tensor.dtype == np.int64:  # what follows from the metadata
             true[name] = tensor  # type: ignore[assignment]
@@ -268,6 +270,10 @@ def write_tiny_gguf(
         values = tensor.astype(np.float32)
         if ".ngram_embedding." in name:
             tables[name] = values
+            continue
+        if name.startswith("model.altup_"):
+            short = "altup_unembd_proj" if "unembed" in name else "altup_proj"
+            streams.setdefault(f"{short}.weight", {})[name] = values
             continue
         found = _EXPERT.fullmatch(name)
         if found is not None:
@@ -312,6 +318,10 @@ def write_tiny_gguf(
     _add_experts(experts, layout, pack, written, true)
     if tables:
         _add_table(tables, pack, written, true)
+    for known, found in streams.items():
+        words, kind, back = pack(known, np.stack([found[name] for name in sorted(found)]))
+        written.append((known, words, kind))
+        true |= dict(zip(sorted(found), back, strict=True))
     if merged:
         written = _merged(written)
     if architecture == "gemma4":
@@ -346,7 +356,7 @@ def _of(dimensions: int, words: NDArray[Any]) -> NDArray[Any]:
     return words.reshape((1,) * (dimensions - words.ndim + first) + words.shape[first:])
 
 
-_PLAIN = ("ffn_gate_inp", "exp_probs_b", "conv1d", "shortconv.conv", "ssm_norm")
+_PLAIN = ("ffn_gate_inp", "exp_probs_b", "conv1d", "shortconv.conv", "ssm_norm", "_coef")
 _PLAIN_VECTORS = (".ssm_a", ".ssm_d")
 """Parts of the names of tensors that the converter never packs though they have several dimensions."""
 
@@ -700,6 +710,13 @@ def whole_blocks(family: str) -> dict[str, Any]:
     if family == "mimo_v2_flash":
         del sizes["num_hidden_layers"]
         sizes |= {"head_dim": 48, "v_head_dim": 32, "n_routed_experts": 16, "moe_intermediate_size": 256}
+    if family == "gemma3n_text":  # the numbers that llama.cpp takes for granted
+        sizes |= {
+            "num_hidden_layers": 6,
+            "layer_types": [*["sliding_attention"] * 4, "full_attention", "sliding_attention"],
+        }
+        sizes |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 160, "num_kv_shared_layers": 0}
+        sizes |= {"laurel_rank": 64, "activation_sparsity_pattern": [0.95] * 6}
     if family == "step3p5":
         del sizes["num_hidden_layers"]
         sizes |= {"num_attention_heads": 4, "num_sliding_attention_heads": 8}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any, Literal
 
 from gguf import ExpertGatingFuncType, GGUFValueType, GGUFWriter, RopeScalingType
@@ -70,6 +72,8 @@ def write_metadata(
         _write_narrow_values(writer, config)
     elif architecture == "step35":
         _write_limits(writer, config)
+    elif architecture == "gemma3n":
+        _write_altup(writer, config)
     elif architecture in KIMI_DELTAS:
         writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
@@ -303,6 +307,19 @@ def _write_narrow_values(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     writer.add_sliding_window(config["sliding_window"])
     writer.add_sliding_window_pattern(slides)
+
+
+def _write_altup(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """gemma3n's residual streams, its layers with a sliding window, and how few gates of its networks count."""
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    shares = config["activation_sparsity_pattern"]
+    writer.add_activation_sparsity_scale([NormalDist().inv_cdf(share) if share else -math.inf for share in shares])
 
 
 def _write_limits(writer: GGUFWriter, config: dict[str, Any]) -> None:

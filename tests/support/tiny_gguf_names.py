@@ -121,6 +121,7 @@ BY_GGUF = (
     "afmoe",
     "mimo2",
     "step35",
+    "gemma3n",
     *KIMI_DELTAS,
     "apertus",
     "qwen3vl",
@@ -130,6 +131,7 @@ BY_GGUF = (
 _UNKNOWN_TO_GGUF = {
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "e_score_correction_bias": "exp_probs_b.bias",
     "mlp.expert_bias": "exp_probs_b.bias",

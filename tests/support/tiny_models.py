@@ -76,7 +76,7 @@ TINY_DENSE_FAMILIES: tuple[str, ...] = (
     *("phi3", "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere", "cohere2"),
     *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4", "granitemoehybrid_dense"),
     "nemotron_h_dense",
-    *("gemma2", "granite_swa", "apertus", "qwen3_vl_text"),
+    *("gemma2", "granite_swa", "apertus", "qwen3_vl_text", "gemma3n_text"),
 )
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
 
@@ -392,6 +392,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 20,
         "vocab_size_per_layer_input": 160,
         "use_double_wide_mlp": True,
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 20,
+        "vocab_size_per_layer_input": 150,
+        "laurel_rank": 12,
+        "activation_sparsity_pattern": [0.9, 0.7, 0.0, 0.0, 0.5, 0.0],
     },
     "gemma3_text": {
         "hidden_size": 64,
@@ -794,7 +805,7 @@ def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool)
         parameter.normal_(0.1, 0.5, generator=generator)
     elif name.endswith(("bias", "sinks")):
         parameter.normal_(0.0, 0.3, generator=generator)
-    elif family.startswith("gemma4") and name.endswith(
+    elif family.startswith(("gemma4", "gemma3n")) and name.endswith(
         ("q_norm.weight", "k_norm.weight")
     ):  # their products are not divided by anything
         parameter.normal_(0.7, 0.1, generator=generator)
@@ -805,6 +816,10 @@ def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool)
         # gemma's embeddings are multiplied by the root of their width.
         usual = 0.02 if family == "gemma2" else 0.1 if gemma else 0.4
         parameter.normal_(0.0, usual if tied else 1.0, generator=generator)
+    elif name.endswith("_coefs.weight"):
+        parameter.normal_(0.0, 0.2, generator=generator)
+    elif name.endswith("modality_router.weight"):  # what comes in is divided by its width
+        parameter.normal_(0.0, 5.0, generator=generator)
     elif gemma and name.endswith("router.proj.weight"):  # what comes in is divided by the root of its width
         parameter.normal_(0.0, 2.0, generator=generator)
     else:

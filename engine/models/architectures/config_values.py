@@ -97,9 +97,10 @@ def _rules(rule: _Rule, keys: str) -> dict[str, _Rule]:
 _RULES: dict[str, _Rule] = {
     **_rules(
         whole(1),
-        "hidden_size intermediate_size intermediate_size_mlp shared_expert_intermediate_size "
+        "hidden_size intermediate_size_mlp shared_expert_intermediate_size "
         "num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size max_position_embeddings "
         "num_experts n_routed_experts experts_per_token num_selected_experts "
+        "vocab_size_per_layer_input laurel_rank altup_num_inputs "
         "num_attention_groups num_sliding_attention_heads share_expert_dim "
         "moe_k d_model n_heads n_layers max_seq_len kv_n_heads ffn_hidden_size moe_num_experts moe_top_k "
         "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
@@ -111,12 +112,13 @@ _RULES: dict[str, _Rule] = {
         "moe_shared_expert_intermediate_size moe_latent_size global_head_dim num_global_key_value_heads top_k_experts "
         "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
     ),
-    **_rules(_each_layer(whole(1)), "moe_intermediate_size moe_topk"),
+    **_rules(_each_layer(whole(1)), "intermediate_size moe_intermediate_size moe_topk"),
     **_rules(
         whole(0),
         "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts "
         "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input num_local_experts "
-        "num_experts_per_tok shared_intermediate_size prefix_dense_intermediate_size sliding_window_size",
+        "num_experts_per_tok shared_intermediate_size prefix_dense_intermediate_size sliding_window_size "
+        "altup_active_idx",
     ),
     **_rules(
         _number,
@@ -150,7 +152,7 @@ _RULES: dict[str, _Rule] = {
         "tie_word_embeddings attention_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window rope_interleave "
         "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding attention_k_eq_v mamba_conv_bias "
         "mamba_proj_bias use_conv_bias use_bias enable_moe_block mup_enabled use_double_wide_mlp truncate "
-        "kda_safe_gate",
+        "kda_safe_gate altup_correct_scale",
     ),
     **_rules(
         _table,

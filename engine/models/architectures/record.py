@@ -280,6 +280,16 @@ class StreamSizes:
 
 
 @dataclass(frozen=True)
+class AltupSizes:
+    """Alternating updates of ``count`` residual streams (gemma3n), with matrices of ``rank`` beside attention.
+    ``scaled``: whether what layers' own inputs read is scaled."""
+
+    count: int
+    rank: int
+    scaled: bool
+
+
+@dataclass(frozen=True)
 class BlockChoice:
     """The choice of what attention sees (qwen4_exp): of the blocks of ``size`` tokens those that suit a token best, as
     many as have ``budget`` tokens, and the tokens behind the last whole block. ``heads`` queries of ``width`` numbers
@@ -341,6 +351,11 @@ class DecoderRecord:
     """The embeddings of n-grams that layers add to the hidden state; None: there are none."""
     streams: Callable[[Config], StreamSizes] | None = None
     """The residual streams where their norms are the only ones; None: there is one."""
+    altup: Callable[[Config], AltupSizes] | None = None
+    """The residual streams of which layers run on the first one, and update all; None: there is one."""
+    sparsity: Callable[[Config, int], float] = lambda config, layer: 0.0
+    """Share of the gates of a layer's network that would not count if they were normally distributed; 0: all count
+    (gemma3n)."""
     blocks: Callable[[Config], BlockChoice] | None = None
     """The choice of the blocks that attention sees; None: it sees all."""
     own_input: str = ""

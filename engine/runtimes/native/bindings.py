@@ -20,6 +20,9 @@ STEPS_TOGETHER = 8
 MOST_TAPS = 16
 """Maximum tokens of a delta-net's or an n-gram's convolution (PLLM_MOST_TAPS)."""
 
+MOST_STREAMS = 16
+"""Maximum residual streams with alternating updates (PLLM_MOST_STREAMS)."""
+
 HEAD_NORMS = {"none": 0, "per-head": 1, "rotated": 1, "whole": 2}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
 DELTA_KINDS = {"delta-net": 0, "mamba": 1, "kda": 2}
@@ -123,6 +126,33 @@ class Streams(ctypes.Structure):
     _fields_ = (("down", Matrix), ("up", Matrix), ("inject", Matrix), ("norm", ctypes.c_void_p))
 
 
+class Altup(ctypes.Structure):
+    """``pllm_altup``."""
+
+    _fields_ = (
+        ("router", Matrix),
+        ("down", Matrix),
+        ("up", Matrix),
+        ("router_norm", ctypes.c_void_p),
+        ("prediction", ctypes.c_void_p),
+        ("correction", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+    )
+
+
+class Sparse(ctypes.Structure):
+    """``pllm_sparse``."""
+
+    _fields_ = (
+        ("gate", Matrix),
+        ("up", Matrix),
+        ("down", Matrix),
+        ("deviations", ctypes.c_float),
+        ("reserved", ctypes.c_int32),
+    )
+
+
 class Lexical(ctypes.Structure):
     """``pllm_lexical``."""
 
@@ -179,6 +209,8 @@ class TrunkLayer(ctypes.Structure):
         ("blocks", ctypes.POINTER(Blocks)),
         ("attention_streams", ctypes.POINTER(Streams)),
         ("ffn_streams", ctypes.POINTER(Streams)),
+        ("altup", ctypes.POINTER(Altup)),
+        ("sparse", ctypes.POINTER(Sparse)),
         ("lexical", ctypes.POINTER(Lexical)),
         ("experts", ctypes.c_void_p),
         ("shared", ctypes.c_void_p),
@@ -206,6 +238,8 @@ class Trunk(ctypes.Structure):
         ("head", Matrix),
         ("final_norm", ctypes.c_void_p),
         ("final_streams", ctypes.POINTER(Streams)),
+        ("spread", ctypes.POINTER(Matrix)),
+        ("gather", ctypes.POINTER(Matrix)),
         ("own_embedding", Matrix),
         ("own_projection", Matrix),
         ("own_norm", ctypes.c_void_p),
@@ -228,6 +262,8 @@ class Trunk(ctypes.Structure):
         ("convolution_taps", ctypes.c_int64),
         ("streams", ctypes.c_int64),
         ("stream_rank", ctypes.c_int64),
+        ("laurel_rank", ctypes.c_int64),
+        ("sparse_width", ctypes.c_int64),
         ("block_heads", ctypes.c_int64),
         ("block_width", ctypes.c_int64),
         ("block_size", ctypes.c_int64),

@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
@@ -27,6 +28,7 @@ from engine.models.architectures.families import (
 from engine.models.architectures.layer_rules import NETWORKS, check_kinds
 from engine.models.architectures.ngrams import NgramHash, ngram_hashes
 from engine.models.architectures.record import (
+    AltupSizes,
     BlockChoice,
     DecoderRecord,
     DeltaSizes,
@@ -50,7 +52,7 @@ from engine.models.formats.number_formats import stored_bytes
 from engine.moe.kernels.bindings import Dtype
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
-from engine.runtimes.native.bindings import HEAD_KINDS, MOST_TAPS
+from engine.runtimes.native.bindings import HEAD_KINDS, MOST_STREAMS, MOST_TAPS
 
 ACTIVATIONS: dict[str, str] = {
     "silu": "silu",
@@ -298,6 +300,12 @@ class Shape:
     value_norm: bool
     own_width: int
     """Width of an embedding that each layer has of its own; 0: none."""
+    own_vocabulary: int
+    """Tokens that have such embeddings. Others have that of token 0."""
+    altup: AltupSizes | None
+    """Residual streams that layers update by running on the first one; None: there are none."""
+    deviations: tuple[float | None, ...]
+    """Standard deviations by which gates of each layer's network must exceed their mean to count; None: all count."""
     delta: DeltaShape | None
     latent: LatentShape | None
     convolution: ConvolutionShape | None
@@ -427,6 +435,9 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         layer_scale=decoder.layer_scale,
         value_norm=decoder.value_norm,
         own_width=_own_width(config, decoder, hidden),
+        own_vocabulary=whole_number(config, "vocab_size_per_layer_input", "vocab_size"),
+        altup=None if decoder.altup is None else decoder.altup(config),
+        deviations=tuple(_deviations(decoder.sparsity(config, layer)) for layer in range(layers)),
         delta=_read_delta(config, decoder, layers) if decoder.mixer in ("delta-net", "mamba") else None,
         latent=latent,
         convolution=_read_convolution(config, layers) if decoder.mixer == "convolution" else None,
@@ -435,6 +446,10 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         blocks=None if decoder.blocks is None else decoder.blocks(config),
         names=decoder.names,
     )
+
+
+def _deviations(share: float) -> float | None:
+    return NormalDist().inv_cdf(share) if share else None
 
 
 def _read_latents(config: Mapping[str, Any], moe: MoeRecord | None) -> int:
@@ -739,6 +754,10 @@ def _too_many_kinds(config: Mapping[str, Any], decoder: DecoderRecord) -> str | 
 
 
 def _unsupported_mixer(config: Mapping[str, Any], decoder: DecoderRecord, activation: str) -> str | None:
+    if decoder.altup is not None and config.get("altup_active_idx"):
+        return "its layers run on another residual stream than the first"
+    if decoder.altup is not None and decoder.altup(config).count > MOST_STREAMS:
+        return f"it has more than {MOST_STREAMS} residual streams"
     if decoder.mixer == "delta-net" and ACTIVATIONS[activation] != "silu":
         return f"its delta-nets have the activation {shown(activation)}, and only silu has a kernel there"
     if config.get("attention_bias") and (decoder.mixer == "delta-net" or decoder.latents):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError, damaged
 from engine.models.architectures.ngrams import NgramHash
-from engine.models.architectures.record import LATENTS, BlockChoice, StreamSizes, renamed
+from engine.models.architectures.record import LATENTS, AltupSizes, BlockChoice, StreamSizes, renamed
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.formats.number_formats import fp8_side, is_packed
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, Matrix, load
@@ -22,6 +22,7 @@ from engine.runtimes.native.bindings import (
     DELTA_KINDS,
     HEAD_NORMS,
     SCORINGS,
+    Altup,
     Blocks,
     Convolution,
     Delta,
@@ -31,6 +32,7 @@ from engine.runtimes.native.bindings import (
     Lexical,
     Norms,
     OwnInput,
+    Sparse,
     Streams,
     Trunk,
     TrunkLayer,
@@ -215,6 +217,7 @@ class TrunkWeights:
         self._changes = files.changes
         self._tensors = tensors = Tensors(files, shape.names)
         delta, latent, convolution, routing = shape.delta, shape.latent, shape.convolution, shape.routing
+        streams = shape.streams or shape.altup
         self._deltas = (Delta * (0 if delta is None else len(delta.layers)))()
         self._experts: list[LayerExperts] = []
         self._layers = (TrunkLayer * shape.layers)()
@@ -246,8 +249,10 @@ class TrunkWeights:
             delta_ranks=0 if delta is None else 2 * delta.rank,
             convolution_layers=0 if convolution is None else len(convolution.layers),
             convolution_taps=0 if convolution is None else convolution.taps,
-            streams=1 if shape.streams is None else shape.streams.count,
+            streams=1 if streams is None else streams.count,
             stream_rank=0 if shape.streams is None else shape.streams.rank,
+            laurel_rank=0 if shape.altup is None else shape.altup.rank,
+            sparse_width=max((shape.ffns[i] for i, one in enumerate(shape.deviations) if one is not None), default=0),
             block_heads=0 if shape.blocks is None else shape.blocks.heads,
             block_width=0 if shape.blocks is None else shape.blocks.width,
             block_size=0 if shape.blocks is None else shape.blocks.size,
@@ -298,6 +303,8 @@ class TrunkWeights:
         )
         if shape.own_width:
             self._fill_own_embedding()
+        if shape.altup is not None:
+            self.trunk.spread, self.trunk.gather = map(self._others, ("altup", "altup_unembed"))
         tensors.check_all_taken(shape.family)
         self.address = ctypes.addressof(self.trunk)
         self.shared_layers = frozenset(i for i in range(shape.layers) if self._layers[i].shared)
@@ -337,8 +344,13 @@ class TrunkWeights:
             self._fill_norms(index, layer)
         if shape.own_width:
             self._fill_own_input(prefix, layer)
+        if shape.altup is not None:
+            self._fill_altup(prefix, layer, shape.altup)
+        deviations = shape.deviations[index]
         if experts is not None and index in shape.moe_layers:
             self._fill_moe(index, layer, experts)
+        elif deviations is not None:
+            self._fill_sparse(prefix + "mlp.", layer, shape.ffns[index], deviations)
         elif shape.norms != "single" or index in shape.networks:
             layer.experts = self._dense(index, "mlp.", shape.ffns[index], shape.mlp_bias)
 
@@ -483,7 +495,7 @@ class TrunkWeights:
         shape, tensors, trunk = self._shape, self._tensors, self.trunk
         columns = shape.layers * shape.own_width
         trunk.own_width = shape.own_width
-        trunk.own_embedding = tensors.matrix(["model.embed_tokens_per_layer.weight"], shape.vocabulary, columns)
+        trunk.own_embedding = tensors.matrix(["model.embed_tokens_per_layer.weight"], shape.own_vocabulary, columns)
         trunk.own_projection = tensors.matrix(["model.per_layer_model_projection.weight"], columns, shape.hidden)
         trunk.own_norm = self._norm("model.per_layer_projection_norm.weight", shape.own_width)
         trunk.own_activation = shape.gate.native
@@ -497,6 +509,48 @@ class TrunkWeights:
         )
         tensors.kept.append(filled)
         layer.own_input = ctypes.pointer(filled)
+
+    def _others(self, kind: str) -> Any:
+        """Matrices of all residual streams but the first."""
+        tensors, hidden, sizes = self._tensors, self._shape.hidden, self._shape.altup
+        assert sizes is not None
+        names = [f"model.{kind}_projections.{stream}.weight" for stream in range(sizes.count - 1)]
+        found = (Matrix * len(names))(*(tensors.matrix([name], hidden, hidden) for name in names))
+        tensors.kept.append(found)
+        return found
+
+    def _fill_altup(self, prefix: str, layer: TrunkLayer, sizes: AltupSizes) -> None:
+        tensors, hidden, count = self._tensors, self._shape.hidden, sizes.count
+
+        def factors(name: str, rows: int) -> int:
+            matrix = tensors.take([f"{prefix}altup.{name}_coefs.weight"], (rows, count))
+            return tensors.keep(np.ascontiguousarray(to_float32(matrix)))
+
+        scale = tensors.vector(prefix + "altup.correct_output_scale", hidden)
+        filled = Altup(
+            router=tensors.exact([prefix + "altup.modality_router.weight"], count, hidden),
+            down=tensors.matrix([prefix + "laurel.linear_left.weight"], sizes.rank, hidden),
+            up=tensors.matrix([prefix + "laurel.linear_right.weight"], hidden, sizes.rank),
+            router_norm=self._norm(prefix + "altup.router_norm.weight", hidden),
+            prediction=factors("prediction", count * count),
+            correction=factors("correction", count),
+            norm=self._norm(prefix + "laurel.post_laurel_norm.weight", hidden),
+            scale=scale if sizes.scaled else None,
+        )
+        tensors.kept.append(filled)
+        layer.altup = ctypes.pointer(filled)
+
+    def _fill_sparse(self, prefix: str, layer: TrunkLayer, ffn: int, deviations: float) -> None:
+        """A network of whose gates few count."""
+        tensors, hidden = self._tensors, self._shape.hidden
+        filled = Sparse(
+            gate=tensors.matrix([prefix + "gate_proj.weight"], ffn, hidden),
+            up=tensors.matrix([prefix + "up_proj.weight"], ffn, hidden),
+            down=tensors.matrix([prefix + "down_proj.weight"], hidden, ffn),
+            deviations=deviations,
+        )
+        tensors.kept.append(filled)
+        layer.sparse = ctypes.pointer(filled)
 
     def _fill_convolution(self, index: int, layer: TrunkLayer, convolution: ConvolutionShape) -> None:
         shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}.conv."

@@ -235,7 +235,9 @@ def fill_buffers(model: Any, device: torch.device) -> None:
         parameter._is_hf_initialized = True
     for module in model.modules():
         if module._non_persistent_buffers_set:
-            model._init_weights(module)
+            # A model within one computes with numbers of its own (gemma3n).
+            owner = module if hasattr(module, "_init_weights") else model
+            owner._init_weights(module)
     for name, buffer in model.named_buffers():
         if buffer.device.type == "meta" or (buffer.is_floating_point() and buffer.isnan().any()):
             raise ModelError(f"Buffer {name} cannot be computed by this version of transformers.", kind="internal")

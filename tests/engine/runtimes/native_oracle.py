@@ -82,6 +82,7 @@ FAMILIES = (
     "mimo_v2_flash",
     "mistral4",
     "step3p5",
+    "gemma3n_text",
     "qwen4_exp_text",
     "apertus",
     "qwen3_vl_text",

@@ -71,6 +71,7 @@ NOT_ON_MLX = (
     *("minimax", "llama4_text", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe"),
     *("hy_v3", "flex_olmo", "granitemoeshared", "granite_swa", "granitemoe_swa", "laguna", "cohere2_moe"),
     *("nemotron_h", "nemotron_h_dense", "nemotron_h_latents", "qwen4_exp_text", "bailing_hybrid"),
+    "gemma3n_text",
     *("deepseek_v32", "glm_moe_dsa"),
 )
 

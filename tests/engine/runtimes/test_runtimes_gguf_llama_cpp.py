@@ -29,6 +29,8 @@ MORE_PROMPTS = {"glm_moe_dsa": 24}
 """Prompts of families of which a few leave the mean to chance."""
 PLAIN = 0.0025
 """Error of llama.cpp on plain weights, which computes with keys and values in float16."""
+PLAIN_FOR = {"gemma3n_text": 0.01}
+"""The same where llama.cpp also looks up GELU in float16, and few gates count."""
 FAMILIES = tuple(family for family in ARCHITECTURES if family != "mistral")
 """Families of which llama.cpp computes the same: it takes a mistral file for a llama without a window."""
 
@@ -78,7 +80,7 @@ def test_llama_cpp_reads_the_file_alike(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     ours, theirs = errors(tmp_path, family, "F32", prompts=1)
     assert statistics.median(ours) < 1e-5
-    assert statistics.median(theirs) < PLAIN
+    assert statistics.median(theirs) < PLAIN_FOR.get(family, PLAIN)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K", "MXFP4"])

@@ -3,6 +3,7 @@
 #define _DEFAULT_SOURCE
 #define _DARWIN_C_SOURCE
 
+#include "trunk_altup.h"
 #include "trunk_streams.h"
 
 #include <math.h>
@@ -45,14 +46,14 @@ static void embed_own(walk *w) {
     const trunk_job *job = w->job;
     const pllm_trunk *trunk = job->trunk;
     const int64_t width = trunk->own_width, all = trunk->layer_count * width;
-    pllm_fill_input(w, w->h, &trunk->own_projection);
+    pllm_fill_strided(w, w->h, wide_of(trunk), &trunk->own_projection);
     pllm_project(w, &trunk->own_projection, job->own_input, all);
     barrier(w);
     const int64_t last = job->positions * (w->thread + 1) / w->threads;
     for (int64_t row = job->positions * w->thread / w->threads; row < last; row++) {
         float *to = job->own_input + row * all, *stored = w->own.own_input;
         const int64_t id = job->pass->ids[row] < 0 ? job->pass->given_id : job->pass->ids[row];
-        open_embedding(job, &trunk->own_embedding, id, sqrtf((float)width), stored);
+        open_embedding(job, &trunk->own_embedding, id < trunk->own_embedding.rows ? id : 0, sqrtf((float)width), stored);
         for (int64_t d = 0; d < all; d++) to[d] *= 1.0F / sqrtf((float)trunk->hidden);
         for (int64_t at = 0; at < all; at += width) job->set->norm(to + at, trunk->own_norm, trunk->epsilon, width);
         for (int64_t d = 0; d < all; d++) to[d] = (to[d] + stored[d]) * 0.70710678F;
@@ -465,13 +466,14 @@ static void add_feed_forward(walk *w, const pllm_trunk_layer *layer) {
     }
 }
 
-/* Adds what `layer`, number `index`, makes of its own embeddings of the rows. */
-static void add_own_input(walk *w, const pllm_trunk_layer *layer, int64_t index) {
+/* Adds what `layer`, number `index`, makes of its own embeddings of the rows and of `from` [rows, hidden]: to the hidden
+   state, or to all streams but the first. */
+static void add_own_input(walk *w, const pllm_trunk_layer *layer, int64_t index, const float *from) {
     const trunk_job *job = w->job;
     const pllm_trunk *trunk = job->trunk;
     const pllm_own_input *own = layer->own_input;
     const int64_t hidden = trunk->hidden, width = trunk->own_width, first = job->positions - w->rows;
-    pllm_fill_input(w, w->h, &own->gate);
+    pllm_fill_input(w, from, &own->gate);
     pllm_project(w, &own->gate, job->gated, width);
     barrier(w);
     float *gated = w->few ? w->own.gated : job->gated;
@@ -484,10 +486,12 @@ static void add_own_input(walk *w, const pllm_trunk_layer *layer, int64_t index)
     pllm_fill_input(w, gated, &own->projection);
     pllm_project(w, &own->projection, job->out, hidden);
     barrier(w);
-    for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden) {
-        memcpy(w->own.row, job->out + at, (size_t)hidden * 4);
+    for (int64_t row = share_start(w); row < share_end(w); row++) {
+        memcpy(w->own.row, job->out + row * hidden, (size_t)hidden * 4);
         job->set->norm(w->own.row, own->norm, trunk->epsilon, hidden);
-        for (int64_t d = 0; d < hidden; d++) w->h[at + d] += w->own.row[d];
+        float *h = w->h + row * wide_of(trunk);
+        for (int64_t at = trunk->streams > 1 ? hidden : 0; at < wide_of(trunk); at += hidden)
+            for (int64_t d = 0; d < hidden; d++) h[at + d] += w->own.row[d];
     }
 }
 
@@ -495,7 +499,7 @@ static void add_own_input(walk *w, const pllm_trunk_layer *layer, int64_t index)
 static void end_normed(walk *w, const pllm_trunk_layer *layer, int64_t index, const float *weight) {
     const int64_t hidden = w->job->trunk->hidden;
     add_feed_forward(w, layer);
-    if (layer->own_input) add_own_input(w, layer, index);
+    if (layer->own_input) add_own_input(w, layer, index, w->h);
     for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden) {
         for (int64_t d = 0; d < hidden; d++) w->h[at + d] *= layer->norms->scale;
         read_hidden(w->job, w->h + at, weight, w->normed + at);
@@ -523,7 +527,9 @@ static void widened(walk *w, const pllm_trunk_layer *layer) {
 static int feed_forward(walk *w, int64_t index) {
     const trunk_job *job = w->job;
     const pllm_trunk_layer *layer = job->trunk->layers + index;
-    if (layer->ffn_streams) {
+    if (layer->altup)
+        pllm_add_laurel(w, layer);
+    else if (layer->ffn_streams) {
         pllm_add_to_streams(w, job->out, NULL);
         pllm_read_streams(w, layer->ffn_streams);
     } else if (layer->norms)
@@ -535,6 +541,11 @@ static int feed_forward(walk *w, int64_t index) {
     pllm_mark(w, index, PLLM_OTHER);
     int32_t *indices = w->few ? w->own.indices : job->indices;
     float *weights = w->few ? w->own.weights : job->weights;
+    if (layer->sparse) {
+        pllm_sparse_network(w, layer->sparse);
+        pllm_mark(w, index, PLLM_OTHER);
+        return 1;
+    }
     const float *hidden = w->normed;
     float *sum = layer->widen.data ? job->narrow_sum : job->out;
     if (layer->router.data) {
@@ -562,7 +573,23 @@ static int feed_forward(walk *w, int64_t index) {
     return 1;
 }
 
-static int has_network(const pllm_trunk_layer *layer) { return layer->experts || layer->router.data; }
+static int has_network(const pllm_trunk_layer *layer) {
+    return layer->experts || layer->router.data || layer->sparse;
+}
+
+/* As add_layer, with alternating updates. */
+static void update_streams(walk *w, int64_t index, const float *weight) {
+    const pllm_trunk *trunk = w->job->trunk;
+    if (index > 0) {
+        const pllm_trunk_layer *before = trunk->layers + index - 1;
+        pllm_correct_streams(w, before);
+        add_own_input(w, before, index - 1, w->normed);
+    }
+    if (index < trunk->layer_count)
+        pllm_predict_streams(w, trunk->layers[index].altup, weight);
+    else
+        pllm_gather_streams(w, weight);
+}
 
 /* As add_layer, with several streams, which `streams` then reads. */
 static void add_layer_to_streams(walk *w, int64_t index, const pllm_streams *streams) {
@@ -603,6 +630,8 @@ static void head(walk *w) {
     const pllm_trunk *trunk = job->trunk;
     if (trunk->final_streams)
         add_layer_to_streams(w, trunk->layer_count, trunk->final_streams);
+    else if (trunk->gather)
+        update_streams(w, trunk->layer_count, trunk->final_norm);
     else
         add_layer(w, trunk->layer_count, trunk->final_norm);
     pllm_fill_input(w, w->normed, &trunk->head);
@@ -629,6 +658,7 @@ static void region(int thread, int threads, void *argument) {
     set_out(&w, thread, threads, job, pass->first_layer);
     if (pass->first_layer == 0) embed(&w);
     if (pass->first_layer == 0 && trunk->own_width) embed_own(&w);
+    if (pass->first_layer == 0 && trunk->spread) pllm_spread_streams(&w);
     pllm_mark(&w, 0, -1);
     /* A pass that was cut goes on behind the routed experts. */
     if (job->cut && pass->first_layer > 0) widened(&w, trunk->layers + pass->first_layer - 1);
@@ -636,6 +666,8 @@ static void region(int thread, int threads, void *argument) {
         if (i > job->last_kept && !pass->logits) return;
         if (trunk->layers[i].attention_streams)
             add_layer_to_streams(&w, i, trunk->layers[i].attention_streams);
+        else if (trunk->layers[i].altup)
+            update_streams(&w, i, trunk->layers[i].attention_norm);
         else
             add_layer(&w, i, trunk->layers[i].attention_norm);
         pllm_mark(&w, i, PLLM_OTHER);
@@ -687,6 +719,13 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
             (trunk->block_size < 1 || trunk->block_budget < 1 || trunk->kinds[0].rotated > trunk->block_width || pass->seen))
             return PLLM_E_ARGUMENT;
     if (trunk->streams < 1 || trunk->lexical_taps > PLLM_MOST_TAPS) return PLLM_E_ARGUMENT;
+    for (int64_t i = 0; i < trunk->layer_count; i++) {
+        const pllm_trunk_layer *layer = trunk->layers + i;
+        const int altup = layer->altup != NULL;
+        if (altup != (trunk->spread != NULL) || altup != (trunk->gather != NULL) || (layer->sparse && trunk->sparse_width < 1) ||
+            (altup && (trunk->streams > PLLM_MOST_STREAMS || !layer->norms || !layer->own_input || trunk->laurel_rank < 1)))
+            return PLLM_E_ARGUMENT;
+    }
     for (int64_t i = 0; i < trunk->layer_count; i++)
         if (trunk->layers[i].lexical && !(pass->lexical && trunk->layers[i].delta && trunk->lexical_taps > 0))
             return PLLM_E_ARGUMENT;

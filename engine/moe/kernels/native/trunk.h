@@ -80,6 +80,7 @@ typedef struct pllm_convolution {
    [(lexical_taps - 1) * lexical_apart, streams * hidden]. What comes behind them is not used. */
 #define PLLM_STATE_COLUMNS 32
 #define PLLM_MOST_TAPS 16
+#define PLLM_MOST_STREAMS 16 /* with pllm_altup */
 
 /* Attention over latents (DeepSeek V2, section 2.1): what a position leaves behind is one vector of `latents` numbers, from
    which every head would make its keys and values, and one rotated key of all heads. A head's matrix for keys is applied
@@ -144,6 +145,29 @@ typedef struct pllm_streams {
     const float *norm;  /* [streams * hidden] */
 } pllm_streams;
 
+/* Alternating updates of several residual streams (Gemma 3n; Baykal et al. 2023). A layer first predicts all streams from
+   what they are, runs on the first one, and corrects all by what it has changed there. Modes are the tanh of `router` of
+   the normed first stream, divided by its width. Beside attention what it reads passes two narrow matrices, is normed and
+   added to itself; half of the sum of both, times the root of 2, goes on. pllm_own_input reads the first stream and adds
+   to the others. All layers have norms and pllm_own_input. */
+typedef struct pllm_altup {
+    pllm_matrix router;       /* [streams, hidden] */
+    pllm_matrix down, up;     /* [laurel_rank, hidden], [hidden, laurel_rank] */
+    const float *router_norm; /* [hidden] */
+    const float *prediction;  /* [streams * streams, streams]: from modes to factors, [to, from] */
+    const float *correction;  /* [streams, streams]: from modes to factors, less 1 */
+    const float *norm;        /* [hidden], of what `up` gives */
+    const float *scale;       /* [hidden], of the first stream as pllm_own_input reads it; NULL: none */
+} pllm_altup;
+
+/* A feed-forward network of whose gates those count that exceed their mean by `deviations` standard deviations, by what
+   exceeds it (Gemma 3n). It is activated as pllm_own_input is. */
+typedef struct pllm_sparse {
+    pllm_matrix gate, up, down; /* [sparse_width, hidden], [sparse_width, hidden], [hidden, sparse_width] */
+    float deviations;
+    int32_t reserved;
+} pllm_sparse;
+
 /* What a layer adds to the residual streams before it reads them, from embeddings of the last tokens together: `value` of
    them, multiplied for each stream by the sigmoid of how well `key` of them fits the stream, and that again, normed,
    through a causal convolution over lexical_taps tokens that are lexical_apart apart, and SiLU. */
@@ -191,6 +215,8 @@ typedef struct pllm_trunk_layer {
     const pllm_blocks *blocks; /* NULL: attention sees all positions of its window */
     const pllm_streams *attention_streams, *ffn_streams; /* in place of attention_norm and ffn_norm; NULL: there is one
                                                             stream. All layers have both, or none has */
+    const pllm_altup *altup;   /* NULL: there is one stream, or pllm_streams. All layers have one, or none has */
+    const pllm_sparse *sparse; /* in place of experts; NULL: none */
     const pllm_lexical *lexical; /* NULL: none; with streams only, in layers with a delta-net */
     const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them; without:
                                   the layer has neither them nor a feed-forward network */
@@ -215,17 +241,21 @@ typedef struct pllm_trunk {
     pllm_matrix embedding, head;
     const float *final_norm;
     const pllm_streams *final_streams; /* in place of final_norm */
-    pllm_matrix own_embedding;  /* [vocabulary, layers * own_width]: every layer's own embedding of a token */
+    const pllm_matrix *spread, *gather; /* [streams - 1] of [hidden, hidden], with pllm_altup: from the embedding to the
+                                           other streams, and from those to the end. Results get the length of the first */
+    pllm_matrix own_embedding;  /* [tokens, layers * own_width]: every layer's own embedding of a token; tokens behind
+                                   them have that of token 0 */
     pllm_matrix own_projection; /* [layers * own_width, hidden]: of the embedding; normed by layer, and added to them */
     const float *own_norm;      /* [own_width] */
     int64_t own_width;          /* 0: layers have no embeddings of their own */
-    pllm_activation own_activation; /* of the gates of pllm_own_input */
+    pllm_activation own_activation; /* of the gates of pllm_own_input and pllm_sparse */
     pllm_heads kinds[PLLM_HEAD_KINDS];
     int64_t kind_count, layer_count, hidden, heads, top_k;
     int64_t delta_layers, delta_key_heads, delta_value_heads, delta_key_width, delta_value_width, delta_taps;
     int64_t delta_ranks; /* rows of gate_down and decay_down together; 0: none */
     int64_t convolution_layers, convolution_taps;
-    int64_t streams, stream_rank; /* residual streams, 1 without pllm_streams, and rows of their `down` */
+    int64_t streams, stream_rank; /* residual streams, 1 without pllm_streams and pllm_altup, and rows of their `down` */
+    int64_t laurel_rank, sparse_width; /* of pllm_altup and pllm_sparse; 0 without */
     int64_t block_heads, block_width, block_size, block_budget; /* with pllm_blocks, all layers with attention having some */
     int64_t lexical_width, lexical_taps, lexical_apart;
     int64_t latent_plain, latent_values; /* numbers of a head's query that are not rotated, and of its values; 0 without

@@ -27,6 +27,8 @@ typedef struct own_area {
     float *row; /* [hidden] */
     float *wide, *stream_ranks, *injection; /* as trunk_job's, of few positions */
     float *convolved; /* [streams * hidden] */
+    float *modes;     /* [FEW_LIMIT, streams], with pllm_altup */
+    float *sparse;    /* [positions, sparse_width], of few positions */
     const uint8_t **chosen; /* [queries] */
     float *block_queries, *block_key, *block_scores; /* [block_heads, block_width], [2, block_width], [blocks] */
     int32_t *block_heap;
@@ -79,6 +81,9 @@ typedef struct trunk_job {
     float *stream_ranks; /* [positions, stream_rank]: the first ones, activated */
     float *stream_gates; /* [positions, streams * hidden] */
     float *injection;    /* [positions, streams]: factors of what the layer's part gives */
+    float *others;       /* [positions, streams - 1, hidden]: results of the trunk's `spread` and `gather` */
+    float *laurel;       /* [positions, laurel_rank] */
+    float *sparse;       /* [positions, 2 * sparse_width]: gates, and what they multiply */
     float *lexical;        /* [positions, (streams + 1) * hidden]: results of pllm_lexical's key and value */
     float *lexical_inputs; /* [positions, streams * hidden]: those of its convolution */
     float *beside; /* what a shared expert reads if it has a norm of its own */

@@ -108,7 +108,8 @@ static int64_t streams_most(const pllm_trunk *trunk) { return trunk->stream_rank
 static int64_t widest_input(const pllm_trunk *trunk) {
     const int64_t latent = MAX(trunk->latent_rank, trunk->heads * trunk->latent_values);
     const int64_t most = MAX(MAX(trunk->hidden, joined_most(trunk)), MAX(latent, trunk->own_width));
-    return MAX(MAX(most, narrow_most(trunk)), MAX(streams_most(trunk), trunk->lexical_width));
+    const int64_t streams = MAX(MAX(streams_most(trunk), trunk->lexical_width), MAX(trunk->laurel_rank, trunk->sparse_width));
+    return MAX(MAX(most, narrow_most(trunk)), streams);
 }
 
 size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
@@ -137,6 +138,8 @@ size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
     own->block_key = take(&at, 2 * trunk->block_width, 4);
     own->block_scores = take(&at, job->positions > FEW_LIMIT ? blocks : 0, 4);
     own->block_heap = take(&at, blocks ? trunk->block_budget / trunk->block_size : 0, 4);
+    own->modes = take(&at, trunk->spread ? FEW_LIMIT * trunk->streams : 0, 4);
+    own->sparse = take(&at, few * trunk->sparse_width, 4);
     own->convolved = take(&at, trunk->lexical_taps ? wide_of(trunk) : 0, 4);
     own->joined = take(&at, few * joined_most(trunk), 4);
     own->shared_weights = take(&at, few, 4);
@@ -239,6 +242,9 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     job->stream_ranks = take(&at, many * trunk->stream_rank, 4);
     job->stream_gates = take(&at, positions * streams_most(trunk), 4);
     job->injection = take(&at, many * trunk->streams, 4);
+    job->others = take(&at, trunk->spread ? positions * (wide_of(trunk) - trunk->hidden) : 0, 4);
+    job->laurel = take(&at, positions * trunk->laurel_rank, 4);
+    job->sparse = take(&at, positions * 2 * trunk->sparse_width, 4);
     job->lexical = take(&at, trunk->lexical_taps ? positions * (wide_of(trunk) + trunk->hidden) : 0, 4);
     job->lexical_inputs = take(&at, trunk->lexical_taps ? positions * wide_of(trunk) : 0, 4);
     job->qkv = take(&at, positions * job->projected, 4);

@@ -277,6 +277,32 @@ def test_settings_of_step_that_cannot_be_are_a_sentence(settings: dict[str, Any]
         read_shape(renamed({**PUBLISHED, **settings}), tuple(range(3, 45)))
 
 
+@pytest.mark.parametrize("shares", [[0.5], [0.5, 1.0, 0.0, 0.0, 0.0, 0.0], 0.5, ["0.5"] * 6])
+def test_shares_of_gates_that_cannot_be_are_a_sentence(shares: Any) -> None:
+    config = json.loads(tiny_config("gemma3n_text").to_json_string())
+    with pytest.raises(
+        ModelError, match="for activation_sparsity_pattern, which must be a share below 1 for each layer"
+    ):
+        read_shape(renamed({**config, "activation_sparsity_pattern": shares}), ())
+
+
+def test_published_settings_of_gemma_3n_say_enough() -> None:
+    """E4B as published, which leaves out what its networks' gates and kinds of layers usually are."""
+    from transformers import CONFIG_MAPPING
+
+    section = {"model_type": "gemma3n_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None}
+    numbers = {"vocab_size": 262_400, "hidden_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 35}
+    section |= numbers | {"intermediate_size": [16_384] * 35}
+    whole = {"model_type": "gemma3n", "text_config": section}
+    check_config(whole, "config.json")
+    read = read_shape(renamed(language_only(whole)), ())
+    library = CONFIG_MAPPING["gemma3n"](text_config=copy.deepcopy(section)).get_text_config().to_dict()
+    assert read == read_shape(renamed(library), ())
+    assert (read.vocabulary, read.own_vocabulary, read.ffns[0]) == (262_400, 262_144, 16_384)
+    assert [one is not None for one in read.deviations] == [True] * 10 + [False] * 25
+    assert read.windows[:5] == (512, 512, 512, 512, 0)
+
+
 def test_every_file_of_records_is_found_and_no_family_is_there_twice() -> None:
     names = [
         family.model_type

@@ -306,6 +306,19 @@ def test_positions_of_step_are_scaled_as_its_divisors_say(tmp_path: Path, source
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("scales", [[1.5], [1, 2, 3, 4, 5, 6], "few"])
+def test_shares_of_gates_that_cannot_be_are_refused(
+    tmp_path: Path, sources: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, scales: Any
+) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", sources("gemma3n_text"), "gemma3n")
+    gguf = GgufFile(path)
+    shares = config_of(gguf)["activation_sparsity_pattern"]
+    assert shares == [0.95] * 6
+    gguf.metadata["gemma3n.activation_sparsity_scale"] = scales
+    with pytest.raises(ModelError, match="its activation_sparsity_scale is"):
+        config_of(gguf)
+
+
 def test_another_router_of_step_is_refused(tmp_path: Path, sources: Callable[[str], Path]) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf", sources("step3p5"), "step35", extra={"expert_gating_func": 1})
     with pytest.raises(ModelError, match="routes by the function 1"):

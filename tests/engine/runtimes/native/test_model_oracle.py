@@ -44,6 +44,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": LLAMA3,
         },
     ),
+    "two streams that are not scaled, gates half of which count": (
+        "gemma3n_text",
+        {
+            "altup_num_inputs": 2,
+            "altup_correct_scale": False,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.99, 0.2, 0.0, 0.5],
+            "num_kv_shared_layers": 0,
+        },
+    ),
     "gates of each number": ("laguna", {"gating": "per-element"}),
     "experts by softmax, summed, behind plain norms": (
         "cohere2_moe",

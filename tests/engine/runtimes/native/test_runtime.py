@@ -106,6 +106,8 @@ def test_a_gpu_that_is_asked_for_is_not_left_idle(mixtral: Path, monkeypatch: py
             {},
             "its heads are of 3 kinds, and the most is 2",
         ),
+        ("gemma3n_text", {"altup_active_idx": 1}, {}, "its layers run on another residual stream than the first"),
+        ("gemma3n_text", {"altup_num_inputs": 17}, {}, "it has more than 16 residual streams"),
         ("nemotron_h_dense", {"mlp_hidden_act": "silu"}, {}, "the activation silu has no kernel"),
         ("granitemoehybrid", {"hidden_act": "gelu"}, {}, "its Mamba-2 layers have another activation than silu"),
         ("granitemoehybrid", {"mamba_d_conv": 17}, {}, "its convolutions are over 17 tokens, and the most is 16"),
