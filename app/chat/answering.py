@@ -53,7 +53,6 @@ from engine.ipc.messages import (
     Progress,
     Sampling,
     Timing,
-    UnderWay,
 )
 
 _LONG_CHAT = "Most of it is the chat before the question: /delete shortens it, /new begins another."
@@ -61,6 +60,28 @@ _LONG_CHAT = "Most of it is the chat before the question: /delete shortens it, /
 
 UNEXPECTED = "Something went wrong; details are in the log."
 """Message for an error of this program that ended an answer or loading."""
+
+
+@dataclass(eq=False)
+class Growing:
+    """The text that a turn has added to ``answer``, and to its thoughts, so far."""
+
+    answer: Entry
+    text: str = ""
+    thought: str = ""
+    safe: Sanitizer = field(default_factory=Sanitizer)
+    safe_thoughts: Sanitizer = field(default_factory=Sanitizer)
+
+    def add(self, event: Piece, begun: BegunAnswer) -> None:
+        """Add ``event`` to what was there before the turn."""
+        if event.withdrawn:
+            self.text = self.thought = ""
+            self.safe, self.safe_thoughts = Sanitizer(), Sanitizer()
+        if event.reasoning or event.reasoning_tokens:
+            self.thought += self.safe_thoughts.feed(event.reasoning)
+            new = Thoughts(self.thought, event.reasoning_tokens, event.reasoning_s)
+            self.answer.thoughts = begun.with_thoughts(new)
+        self.text += self.safe.feed(event.text)
 
 
 @dataclass(eq=False)
@@ -73,23 +94,35 @@ class ChatTurn:
     beams: int
     begun: BegunAnswer = NOTHING
     """The part of the answer that was there before, and is gone on with."""
-    text: str = ""
-    """Text that the turn has added to the answer."""
-    thought: str = ""
-    """Text that the turn has added to the thoughts."""
+    others: list[Entry] = field(default_factory=list)
+    """Further answers to the question, which are written at the same time."""
+    temperatures: list[float] = field(default_factory=list)
+    """Temperature of each of several answers."""
+    growing: list[Growing] = field(init=False)
     request: int | None = None
     stopping: bool = False
     prompt_tokens: int = 0
     picked: Beam | None = None
     """The candidate that was picked while the beam search ran."""
-    safe: Sanitizer = field(default_factory=Sanitizer)
-    safe_thoughts: Sanitizer = field(default_factory=Sanitizer)
     ended: bool = False
     _writing: threading.Lock = field(default_factory=threading.Lock)
 
+    def __post_init__(self) -> None:
+        self.growing = [Growing(answer) for answer in self.answers]
+
     @property
-    def whole(self) -> list[Entry]:
-        return [*self.path, self.answer]
+    def answers(self) -> list[Entry]:
+        """The answer, and the others to the same question."""
+        return [self.answer, *self.others]
+
+    @property
+    def shown(self) -> Entry:
+        """The answer that its conversation shows."""
+        return next((answer for answer in self.others if answer in self.thread.path), self.answer)
+
+    def whole(self, answer: Entry) -> list[Entry]:
+        """The path that ends with ``answer``."""
+        return [*self.path, answer]
 
     def end(self) -> bool:
         """End the turn. Waits for a partial text that is being written; none is written afterwards.
@@ -107,9 +140,29 @@ class ChatTurn:
                 self.thread.store_in(store).update(record, content=text, thoughts=thoughts)
 
 
-def completed(turn: ChatTurn, event: Finished) -> tuple[State, str]:
-    """Complete the answer of ``turn`` from ``event``. Returns its state and a note about how it ended."""
-    answer, begun = turn.answer, turn.begun
+def ends_of(turn: ChatTurn, event: Finished) -> list[tuple[State, str]]:
+    """Complete the answers of ``turn`` from ``event``. Returns the state of each and a note about how it ended."""
+    if not turn.others:
+        return [completed(turn.answer, turn.begun, event)]
+    sampling, ends = event.sampling or Sampling(), list[tuple[State, str]]()
+    for answer, sample, temperature in zip(turn.answers, event.samples, turn.temperatures, strict=False):
+        one = msgspec.structs.replace(
+            event,
+            text=sample.text,
+            finish_reason=sample.finish_reason,
+            completion_tokens=len(sample.token_ids),
+            tokens_per_s=event.tokens_per_s / len(event.samples),
+            reasoning=sample.reasoning,
+            reasoning_tokens=sample.reasoning_tokens,
+            reasoning_s=answer.thoughts.seconds,
+            sampling=msgspec.structs.replace(sampling, temperature=temperature),
+        )
+        ends.append(completed(answer, NOTHING, one))
+    return ends + [("stopped", "Stopped.")] * (len(turn.answers) - len(ends))
+
+
+def completed(answer: Entry, begun: BegunAnswer, event: Finished) -> tuple[State, str]:
+    """Complete ``answer`` from ``event``. Returns its state and a note about how it ended."""
     answer.content = begun.text + sanitize(event.text)
     thoughts = Thoughts(sanitize(event.reasoning), event.reasoning_tokens, event.reasoning_s)
     answer.thoughts = begun.with_thoughts(thoughts)
@@ -175,6 +228,8 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings, *, sees
         continue_last=bool(turn.begun.text),
         sampling=options.sampling if turn.beams == 1 else Sampling(),
         max_tokens=options.max_tokens,
+        samples=len(turn.answers),
+        temperatures=turn.temperatures,
         beams=turn.beams,
         length_penalty=options.length_penalty,
         thinking=options.thinks,
@@ -185,23 +240,38 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings, *, sees
     )
 
 
+STEP, HOTTEST = 0.2, 1.5
+"""Difference between the temperatures of several answers to one question, and the highest."""
+
+
+def spread_temperatures(middle: float, count: int) -> list[float]:
+    """``count`` temperatures in rising order, around ``middle`` as far as there is room between 0 and HOTTEST."""
+    hottest = max(HOTTEST, middle)
+    first = max(0.0, min(middle, hottest) - STEP * ((count - 1) // 2))
+    step = min(STEP, (hottest - first) / max(1, count - 1))
+    return [round(first + step * index, 2) for index in range(count)]
+
+
 async def autosave(turn: ChatTurn, saver: Saver, interval_s: float) -> None:
     """Write the growing answer to disk every ``interval_s`` seconds, in a thread so that the screen is not blocked."""
-    answer = turn.answer
     while not turn.ended:
         await asyncio.sleep(RETRY_SAVE_S if saver.problem else interval_s)
-        if turn.ended or not answer.dirty:
-            continue
-        if answer.record is None or saver.problem:
-            saver.save(turn.thread, turn.whole)
-        else:
-            text, thoughts, answer.dirty = answer.content, answer.thoughts, False
-            try:
-                await asyncio.to_thread(turn.write_partial, saver.store, answer.record, text, thoughts)
-            except StoreError as error:
-                answer.dirty = True
-                saver.refused(turn.thread, turn.whole, error)
-        await saver.settle()
+        for answer in turn.answers:
+            if not turn.ended and answer.dirty:
+                await _save_partial(turn, answer, saver)
+
+
+async def _save_partial(turn: ChatTurn, answer: Entry, saver: Saver) -> None:
+    if answer.record is None or saver.problem:
+        saver.save(turn.thread, turn.whole(answer))
+    else:
+        text, thoughts, answer.dirty = answer.content, answer.thoughts, False
+        try:
+            await asyncio.to_thread(turn.write_partial, saver.store, answer.record, text, thoughts)
+        except StoreError as error:
+            answer.dirty = True
+            saver.refused(turn.thread, turn.whole(answer), error)
+    await saver.settle()
 
 
 class AnswerLoop:
@@ -230,6 +300,8 @@ class AnswerLoop:
         """Candidates of the last beam search, best first."""
         self.beam_turn: ChatTurn | None = None
         """The turn of those candidates."""
+        self.several: ChatTurn | None = None
+        """The last turn with several answers at once."""
         self.timing: Timing | None = None
         self._engine = engine
         self._link = link
@@ -426,20 +498,22 @@ class AnswerLoop:
         options = effective(self._options(), turn.thread.values)
         request = generate_request(self._engine.new_id(), turn, options, sees=sees)
         turn.request = request.id
-        turn.answer.note = ""
+        for answer in turn.answers:
+            answer.note = ""
         shown = self._shows(turn.thread)
         if turn.beams > 1:
             turn.answer.generation = dataclasses.replace(
                 turn.answer.generation, beams=turn.beams, length_penalty=request.length_penalty
             )
         if self._status.facts is not None:
-            turn.answer.model = self._status.facts.name
+            for answer in turn.answers:
+                answer.model = self._status.facts.name
         self._status.phase, self._status.prefill, self._status.tokens_per_s = Phase.READING, None, 0.0
         self._status.elsewhere = not shown
         if turn.beams > 1 and shown:
             self.beams, self.beam_turn = (), turn
             self._emit(BeamsChanged((), 0, True))
-        self._emit(EntryChanged(turn.answer, live=True))
+        self._emit(EntryChanged(turn.shown, live=True))
         self._emit(StatusChanged())
         async for event in self._engine.stream(request):
             self._take(turn, event)
@@ -458,11 +532,14 @@ class AnswerLoop:
                     self._status.under_way = event.under_way
                     self._emit(StatusChanged())
             case Piece():
-                self._grow_by(turn, event)
+                growing = turn.growing[event.sample]
+                growing.add(event, turn.begun)
+                share = event.tokens_per_s / len(turn.growing)
+                self._grow(turn, growing.answer, growing.text, event.tokens, share, event)
             case BeamProgress():
                 best = event.beams[0] if event.beams else Beam("", [], 0.0)
                 turn.answer.thoughts = turn.begun.with_thoughts(Thoughts(sanitize(best.reasoning)))
-                self._grow(turn, sanitize(best.text), event.step, event.tokens_per_s, event.under_way)
+                self._grow(turn, turn.answer, sanitize(best.text), event.step, event.tokens_per_s, event)
                 if self.beam_turn is turn:
                     self.beams = tuple(event.beams)
                     self._emit(BeamsChanged(self.beams, event.step, True, event.tokens_per_s))
@@ -473,42 +550,33 @@ class AnswerLoop:
             case Failed():
                 self._end(turn, *failed(turn, event))
 
-    def _grow_by(self, turn: ChatTurn, event: Piece) -> None:
-        if event.withdrawn:
-            turn.text = turn.thought = ""
-            turn.safe, turn.safe_thoughts = Sanitizer(), Sanitizer()
-        if event.reasoning or event.reasoning_tokens:
-            turn.thought += turn.safe_thoughts.feed(event.reasoning)
-            new = Thoughts(turn.thought, event.reasoning_tokens, event.reasoning_s)
-            turn.answer.thoughts = turn.begun.with_thoughts(new)
-        turn.text += turn.safe.feed(event.text)
-        self._grow(turn, turn.text, event.tokens, event.tokens_per_s, event.under_way)
-
     def _grow(
-        self, turn: ChatTurn, text: str, tokens: int, tokens_per_s: float, under_way: UnderWay | None = None
+        self, turn: ChatTurn, answer: Entry, text: str, tokens: int, tokens_per_s: float, event: Piece | BeamProgress
     ) -> None:
-        """The turn has written ``text`` so far, in ``tokens`` tokens, beside other answers that are ``under_way``."""
-        turn.answer.content, turn.answer.dirty = turn.begun.text + text, True
-        turn.answer.tokens, turn.answer.tokens_per_s = turn.begun.tokens + tokens, tokens_per_s
+        """``event`` says that the turn has added ``text`` to ``answer`` so far, in ``tokens`` tokens."""
+        answer.content, answer.dirty = turn.begun.text + text, True
+        answer.tokens, answer.tokens_per_s = turn.begun.tokens + tokens, tokens_per_s
         status = self._status
         before = status.phase
         if not turn.stopping:
-            status.phase = Phase.THINKING if turn.answer.thoughts.text and not turn.answer.content else Phase.ANSWERING
+            status.phase = Phase.THINKING if answer.thoughts.text and not answer.content else Phase.ANSWERING
         if self._shows(turn.thread):
-            status.prefill, status.tokens_per_s, status.under_way = None, tokens_per_s, under_way
+            status.prefill, status.tokens_per_s, status.under_way = None, event.tokens_per_s, event.under_way
             status.context_used = turn.prompt_tokens + tokens
-        self._emit(EntryChanged(turn.answer, live=True))
+        self._emit(EntryChanged(answer, live=True))
         if status.phase is not before:
             self._emit(StatusChanged())
 
     def _finished(self, turn: ChatTurn, event: Finished) -> None:
+        ends = ends_of(turn, event)
         if self._shows(turn.thread):
             self._status.tokens_per_s = event.tokens_per_s
-            self._status.context_used = event.prompt_tokens + event.completion_tokens
+            tokens = turn.shown.tokens if turn.others else event.completion_tokens
+            self._status.context_used = event.prompt_tokens + tokens
             self._status.prompt = PromptRead(event.prompt_tokens, event.cached_tokens, event.read_again)
         self._status.ttft_s = event.ttft_s or None
         self._status.memory = event.memory or self._status.memory
-        self._end(turn, *completed(turn, event))
+        self._end_all(turn, ends)
         if event.probe_s is not None:
             self._status.probe_s = event.probe_s
         if event.timing is not None:
@@ -525,19 +593,28 @@ class AnswerLoop:
         self._emit(TimingArrived(timing))
 
     def _end(self, turn: ChatTurn, state: State, note: str) -> None:
+        """End all answers of ``turn`` in the same way."""
+        self._end_all(turn, [(state, note)] * len(turn.answers))
+
+    def _end_all(self, turn: ChatTurn, ends: Sequence[tuple[State, str]]) -> None:
         if not turn.end():
             return
-        answer = turn.answer
+        for answer, (state, note) in zip(turn.answers, ends, strict=True):
+            self._end_answer(turn, answer, state, note)
+        if self.beam_turn is turn:
+            answer = turn.answer
+            self._emit(BeamsChanged(self.beams, answer.tokens, False, answer.tokens_per_s))
+        for answer in turn.answers:
+            self._emit(EntryChanged(answer))
+        self._emit(AnswerEnded(turn.thread, turn.shown, self._shows(turn.thread)))
+
+    def _end_answer(self, turn: ChatTurn, answer: Entry, state: State, note: str) -> None:
         if turn.begun.text and answer.content == turn.begun.text and state != "complete":
             # Nothing was added, so it is as complete as it was.
             state = turn.begun.state
         answer.state, answer.note, answer.dirty = state, note, True
         self._status.prefill = self._status.under_way = None
-        self.save(turn.thread, turn.whole)
-        if self.beam_turn is turn:
-            self._emit(BeamsChanged(self.beams, answer.tokens, False, answer.tokens_per_s))
-        self._emit(EntryChanged(answer))
-        self._emit(AnswerEnded(turn.thread, answer, self._shows(turn.thread)))
+        self.save(turn.thread, turn.whole(answer))
 
     async def _cancel(self, request: int) -> None:
         with suppress(EngineDied):

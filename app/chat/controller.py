@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from app.attachments.attachment import Attachment
-from app.chat.answering import AnswerLoop, ChatTurn
+from app.chat.answering import AnswerLoop, ChatTurn, spread_temperatures
 from app.chat.deletions import Deletions
 from app.chat.downloads import ModelFetcher
 from app.chat.engine_link import EngineLink
@@ -43,7 +44,7 @@ from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine
 from app.settings.fields import SettingError
 from app.settings.file import SettingsFile
-from app.settings.layers import effective
+from app.settings.layers import effective, value_in_effect
 from app.settings.schema import RELOADING, Settings
 from app.text_safety import one_line, sanitize
 from engine.ipc.messages import Beam, BeamEstimates, Notice, Timing
@@ -187,6 +188,53 @@ class ChatController:
             return
         self.stop_soon()
         self._ask(path[: last + 1], PathChanged())
+
+    def ask_several(self, count: int, text: str = "") -> bool:
+        """Ask the question ``text`` (empty: the last one, again) ``count`` times at once, at different temperatures.
+
+        The other answers are alternatives to the first one. Returns False if there is no question, or one waits.
+        """
+        path = self.thread.path
+        if self.queue.items or (text and self.answers.answers(self.thread)):
+            self.notify("Wait for the answer, or stop it, before you ask several times at once.", "warning")
+            return False
+        update: Update = PathChanged()
+        if text:
+            question = Entry("user", sanitize(text))
+            path, update = [*path, question], EntryAdded(question)
+        else:
+            self.stop_soon()
+            path = path[:-1] if path and path[-1].role == "assistant" else path
+        if not path:
+            self.notify("There is no question to ask again yet.", "warning")
+            return False
+        facts = self.status.facts
+        usual = value_in_effect("temperature", self.setup.options, facts.sampling if facts is not None else None)
+        answers = [Entry("assistant", "", state="writing", model=self.options.model) for _ in range(count)]
+        temperatures = spread_temperatures(usual if isinstance(usual, float) else 1.0, count)
+        turn = ChatTurn(self.thread, list(path), answers[0], 1, others=answers[1:], temperatures=temperatures)
+        self.answers.several = turn
+        self._start(turn, update)
+        if text:
+            self._emit(EntryAdded(turn.answer))
+        return True
+
+    def pick_answer(self, index: int) -> None:
+        """Show answer ``index`` of those that :meth:`ask_several` asked for. The others stay as alternatives."""
+        turn = self.answers.several
+        if turn is None or not 0 <= index < len(turn.answers):
+            self.notify("There are no answers to choose from.", "warning")
+            return
+        picked = turn.answers[index]
+        if turn.thread is not self.thread or answer_place(self.thread.path, turn.path[-1]) is None:
+            self.notify("That question is no longer on the screen.", "warning")
+        elif picked.record is None:
+            self._replace_path(turn.whole(picked), picked)
+        elif all(entry.record != picked.record for entry in self.thread.path):
+            try:
+                self.show(turn.thread.store_in(self.store).select(picked.record), focus=picked.record)
+            except StoreError as error:
+                self.notify(str(error), "error")
 
     def edit(self, entry: Entry, text: str, attachments: Sequence[Attachment] = ()) -> None:
         """Put a message with another ``text`` and ``attachments`` in place of ``entry``, which stays as an alternative.
@@ -503,12 +551,29 @@ class ChatController:
 
     def _start(self, turn: ChatTurn, update: Update) -> None:
         """Show and save the path of ``turn``, and have its answer written after those that wait."""
-        turn.thread.path = turn.whole
+        turn.thread.path = turn.whole(turn.answer)
         self.answers.save(turn.thread, turn.thread.path)
+        if turn.others:
+            self._save_others(turn)
         self.answers.add(turn)
         if turn.thread is self.thread:
             self._emit(update)
         self.answers.wake()
+
+    def _save_others(self, turn: ChatTurn) -> None:
+        """Save the other answers of ``turn``, which have just begun, as alternatives to the one that is shown."""
+        for answer in turn.others:
+            self.answers.save(turn.thread, turn.whole(answer))
+        shown, store = turn.answer.record, turn.thread.store_in(self.store)
+        if shown is None:
+            return
+        with suppress(StoreError):  # what cannot be saved now is said by the saver
+            store.select(shown)
+            records = {record.id: record for record in store.siblings(shown)}
+            for answer in turn.answers:
+                if answer.record in records:
+                    record = records[answer.record]
+                    answer.siblings, answer.sibling_index = record.siblings, record.sibling_index
 
     def _replace_path(self, path: list[Entry], focus: Entry) -> None:
         self.thread.path = path
@@ -542,7 +607,7 @@ class ChatController:
     def show(self, records: Sequence[MessageRecord], focus: int | None = None) -> None:
         """Show another path of the conversation, at the message ``focus`` if given."""
         turns = [turn for turn in self.answers.unfinished if turn.thread is self.thread]
-        running = {turn.answer.record: turn.answer for turn in turns}
+        running = {answer.record: answer for turn in turns for answer in turn.answers}
         entries = [running.get(record.id) or Entry.of(record) for record in records]
         self.thread.path = entries
         self._emit(PathChanged(next((entry for entry in entries if entry.record == focus), None)))

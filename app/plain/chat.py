@@ -168,7 +168,7 @@ class PlainChat:
             match self._updates.get():
                 case EntryChanged(entry, live) if entry is answer and not live and entry.state != "writing":
                     return
-                case EntryChanged(entry):
+                case EntryChanged(entry) if entry is answer:
                     self.speaker.grow(entry, streams=streams)
                 case StatusChanged():
                     self.speaker.doing(self.controller.status)

@@ -242,6 +242,20 @@ class PlainFront:
         elif picked:
             self.say("There is no such candidate.", "warning")
 
+    def several(self) -> None:
+        turn = self.controller.answers.several
+        if turn is None:
+            self.say("Nothing was asked several times at once yet: /n 4 QUESTION asks four times.")
+            return
+        answers = zip(turn.answers, turn.temperatures, strict=True)
+        lines = [f"temperature {each:g}: {one_line(answer.content) or '(empty)'}" for answer, each in answers]
+        picked = self._pick(lines, "Number of the answer to go on with")
+        if isinstance(picked, int):
+            self.call(self.controller.pick_answer, picked)
+            self._speaker.message(self.controller.thread.path[-1])
+        elif picked:
+            self.say("There is no such answer.", "warning")
+
     def timing(self) -> None:
         timing = self.controller.timing
         if not self.controller.link.watching:

@@ -21,8 +21,10 @@ def check_request(request: Load) -> None:
         raise ModelError(f"A context limit of {request.context_limit} leaves no room for an answer.", kind="bad-input")
 
 
-def check_samples(samples: int) -> None:
-    """Raises ModelError (bad-input) for an impossible number of answers."""
+def check_samples(samples: int, temperatures: Sequence[float]) -> None:
+    """Raises ModelError (bad-input) for an impossible number of answers, or of their ``temperatures``."""
+    if len(temperatures) not in (0, samples):
+        raise ModelError(f"{len(temperatures)} temperatures were given for {samples} answers.", kind="bad-input")
     if not 1 <= samples <= MOST_SAMPLES:
         raise ModelError(
             f"{samples} answers were asked for, which is not between 1 and {MOST_SAMPLES}.", kind="bad-input"

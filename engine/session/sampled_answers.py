@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from engine.generation.programs import Program, together
 from engine.generation.reasoning import ReasoningParser
-from engine.generation.sampling import Logprobs, Sampler, SamplingRule, TokenGuide
+from engine.generation.sampling import Logprobs, Sampler, SamplingRule, TokenGuide, sampling_rule
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import FinishReason, Generate, TokenLogprob
@@ -15,6 +18,13 @@ from engine.runtimes.protocol import Logits
 from engine.session.token_history import ChatTokenizer
 from engine.session.turn import Answer, Turn
 from engine.session.turn_cache import TurnCache
+
+
+def samples_rules(request: Generate, defaults: Mapping[str, Any]) -> list[SamplingRule]:
+    """How the tokens of each answer to ``request`` are chosen. Raises ModelError (bad-input) for impossible values."""
+    asked = [msgspec.structs.replace(request.sampling, temperature=each) for each in request.temperatures]
+    asked = asked or [request.sampling] * request.samples
+    return [sampling_rule(each, defaults).of_sample(index) for index, each in enumerate(asked)]
 
 
 @dataclass(frozen=True)
@@ -41,12 +51,13 @@ class SampleRun:
         request: Generate,
         logits: Logits,
         prompt: list[int],
-        rule: SamplingRule,
+        rules: Sequence[SamplingRule],
         logprobs: Logprobs | None,
         guide: TokenGuide | None,
         most: int,
     ) -> Program[list[Answer]]:
         """Generate the answers from the ``logits`` [vocabulary] after the prompt, some at a time; fewer if cancelled.
+        Each has one of ``rules``.
 
         All of them continue the same keys and values of the prompt. Each has at most ``most`` tokens; 0: the prompt is
         only read.
@@ -57,7 +68,7 @@ class SampleRun:
             count = min(self.most_together, request.samples - len(answers))
             branches = [self.cache.branch() for _ in range(count - 1)]
             samplers = [
-                Sampler(rule.of_sample(len(answers) + index), prompt, guide and guide.copy()) for index in range(count)
+                Sampler(rule, prompt, guide and guide.copy()) for rule in rules[len(answers) : len(answers) + count]
             ]
             programs = [
                 self._answer(

@@ -14,7 +14,7 @@ from engine.errors import Cancelled, ModelError
 from engine.generation.beams import BeamRule, BeamRun, BeamState, Hypothesis, check_beams
 from engine.generation.programs import MemoryWanted, Program
 from engine.generation.reasoning import ReasoningParser, Separated, separate
-from engine.generation.sampling import Logprobs, NotNumbersError, SamplingRule, TokenGuide, sampling_rule, usual_limit
+from engine.generation.sampling import Logprobs, NotNumbersError, SamplingRule, TokenGuide, usual_limit
 from engine.generation.text import StopStrings, first_stop
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import (
@@ -52,7 +52,7 @@ from engine.session.looking import Looking
 from engine.session.prefix_cache import PrefixCache
 from engine.session.reading_again import AROUND_TOKENS, cause_of, message_at, message_ends, told
 from engine.session.refusals import check_samples, refuse_beside_beams, refuse_pictures, with_usable_tools
-from engine.session.sampled_answers import SampleRun
+from engine.session.sampled_answers import SampleRun, samples_rules
 from engine.session.scheduler import Scheduler
 from engine.session.sharing import PassLog
 from engine.session.token_history import ChatTokenizer, ConversationLine, TokenHistory
@@ -258,11 +258,11 @@ class Session:
         try:
             question = self._question(request, control.cancelled)
             request = question.request
-            rule, logprobs = self._rules(request)
+            rules, logprobs = self._rules(request)
             guide = self._guide(question, control.cancelled)
         except Cancelled:
             return cancelled_answer(request.id)
-        prompt = question.prompt
+        prompt, rule = question.prompt, rules[0]
         most = self._most_tokens(request, len(prompt))
         if not self._log.answers:
             self._model.recorder.reset()
@@ -300,7 +300,7 @@ class Session:
                         self._calling(question),
                         self._samples_together(request, len(prompt), most),
                     )
-                    answers = yield from run.answers(request, logits, prompt, rule, logprobs, guide, most)
+                    answers = yield from run.answers(request, logits, prompt, rules, logprobs, guide, most)
             answer = answers[0]
             if self._history is not None and question.line is not None:
                 ended = bool(answer.tokens) and answer.tokens[-1] in self._ends
@@ -326,15 +326,17 @@ class Session:
         question = _Question(request, prompt, line, [token for token in last if token >= 0], None)
         return replace(question, parser=self._parsing(question))
 
-    def _rules(self, request: Generate) -> tuple[SamplingRule, Logprobs | None]:
-        """How tokens are chosen for ``request``. Raises ModelError (bad-input) if it asks for what cannot be."""
+    def _rules(self, request: Generate) -> tuple[list[SamplingRule], Logprobs | None]:
+        """How the tokens of each answer to ``request`` are chosen. Raises ModelError (bad-input) if it asks for what
+        cannot be."""
         check_beams(request.beams, request.length_penalty)
         if request.beams > 1:
             refuse_beside_beams(request)
-        check_samples(request.samples)
+        check_samples(request.samples, request.temperatures)
         if request.conversation and not is_owner(request.conversation):
             raise ModelError(f"{request.conversation[:50]!r} is no name of a conversation.", kind="bad-input")
-        rule = sampling_rule(request.sampling, self._defaults)
+        rules = samples_rules(request, self._defaults)
+        rule = rules[0]
         wrong = next((token for token in rule.bias if token >= self.facts.vocabulary), None)
         if wrong is not None:
             raise ModelError(
@@ -342,7 +344,7 @@ class Session:
                 kind="bad-input",
             )
         StopStrings(request.stop)
-        return rule, None if request.logprobs is None else Logprobs(request.logprobs, self._bytes_of)
+        return rules, None if request.logprobs is None else Logprobs(request.logprobs, self._bytes_of)
 
     def _likely_bytes(self, request: Generate, prompt_tokens: int, most: int) -> int:
         """Bytes of keys and values that an answer of usual length takes."""

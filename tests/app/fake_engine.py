@@ -48,6 +48,7 @@ from engine.ipc.messages import (
     Pull,
     Resize,
     RingChanged,
+    Sample,
     ShowCode,
     Timing,
     TokensCounted,
@@ -141,6 +142,11 @@ class FakeNetwork:
             for peer in self.peers
         ]
         return name
+
+
+def sampled(piece: str, sample: int) -> str:
+    """The piece of answer ``sample`` of several, which all differ in capital letters."""
+    return (piece, piece.upper(), piece.swapcase(), piece.title())[sample]
 
 
 class FakeEngine:
@@ -314,16 +320,27 @@ class FakeEngine:
                 break
             text, reasoning = text + piece, reasoning + thought
             thought_tokens = min(count, len(self.thoughts))
-            yield Piece(
-                id=request.id, text=piece, tokens=count, tokens_per_s=self.speed, reasoning=thought,
-                reasoning_tokens=thought_tokens, reasoning_s=float(thought_tokens), under_way=self.under_way,
-            )  # fmt: skip
+            for sample in range(request.samples):
+                yield Piece(
+                    id=request.id, text=sampled(piece, sample), tokens=count, tokens_per_s=self.speed,
+                    reasoning=thought, reasoning_tokens=thought_tokens, reasoning_s=float(thought_tokens),
+                    under_way=self.under_way, sample=sample,
+                )  # fmt: skip
             await asyncio.sleep(0)
         if self.timing is not None and self.watching:
             yield self.timing
         found = self._finished(request, text, [])
         count = min(count, len(self.thoughts))
-        yield msgspec.structs.replace(found, reasoning=reasoning, reasoning_tokens=count, reasoning_s=float(count))
+        found = msgspec.structs.replace(found, reasoning=reasoning, reasoning_tokens=count, reasoning_s=float(count))
+        if request.samples > 1:
+            texts = ["".join(sampled(piece, sample) for _, piece in pieces) for sample in range(request.samples)]
+            cut = [each[: len(text) * len(each) // max(1, len(texts[0]))] for each in texts]
+            samples = [
+                Sample(text=each, token_ids=[1] * (number + 2), finish_reason=found.finish_reason)
+                for number, each in enumerate(cut)
+            ]
+            found = msgspec.structs.replace(found, samples=samples)
+        yield found
 
     def _finished(self, request: Generate, text: str, beams: list[Beam]) -> Finished:
         reason = "cancelled" if request.id in self.cancelled else "stop"

@@ -16,6 +16,8 @@ from app.text_safety import one_line
 if TYPE_CHECKING:
     from app.settings.personas import Persona
 
+MOST_AT_ONCE = 8
+"""Maximum number of answers to one question that are asked for at once."""
 MOST_BEAMS = 16
 """Largest beam width."""
 NO_PERSONA = "none"
@@ -202,6 +204,22 @@ def _value_names() -> Iterable[tuple[str, str]]:
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
+def _several(front: Front, argument: str) -> None:
+    """``COUNT [QUESTION]``, or nothing to see the answers again"""
+    count, _, question = argument.partition(" ")
+    if not argument:
+        front.several()
+        return
+    number = int(count) if count.isascii() and count.isdecimal() else 0
+    if not 2 <= number <= MOST_AT_ONCE:
+        front.say(f"The number of answers must be from 2 to {MOST_AT_ONCE}, not {one_line(count)}.", "warning")
+        return
+    front.hide_notice()
+    if front.call(front.controller.ask_several, number, question.strip()):
+        front.write_answer()
+        front.several()
+
+
 def _again(front: Front, _: str) -> None:
     front.hide_notice()
     front.call(front.controller.regenerate)
@@ -332,6 +350,8 @@ COMMANDS: tuple[Command, ...] = (
             shortcut=Shortcut("chat.settings", ("ctrl+s",), shown=True)),
     Command("again", "Regenerate", "Answer the last question again; the old answer stays", _again,
             shortcut=Shortcut("chat.again", ("ctrl+r",)), aliases=("retry", "regenerate")),
+    Command("n", "Several answers", "Ask several times at once: /n 4 Why?; /n 4 asks the last question again",
+            _several, "[count [question]]"),
     Command("continue", "Continue the answer", "Let the model go on with its last answer; with m any answer", _continue,
             help_in_lines="Let the model go on with its last answer"),
     Command("delete", "Delete the last message", "Delete the last message, with x any; /delete chat: the whole chat",

@@ -121,7 +121,7 @@ class ChatScreen(Screen[None]):
         self.ended_unseen = False
         self._stop_shown = False
         self._is_missing = is_missing
-        self._highlighter = highlighter
+        self.highlighter = highlighter
         self._thumbnails = thumbnails
         self._runner: Worker[None] | None = None
         self.editing = Editing(self.prompt, self.drafting, self.controller)
@@ -138,7 +138,7 @@ class ChatScreen(Screen[None]):
             with Vertical(id="chat"):
                 yield Heading(id="heading")
                 yield Welcome(id="welcome")
-                transcript = Transcript(self._highlighter, self._thumbnails, id="transcript")
+                transcript = Transcript(self.highlighter, self._thumbnails, id="transcript")
                 yield transcript
                 yield NoticeLine(id="notice")
                 yield QueueView(id="queue")

@@ -167,6 +167,21 @@ class ScreenFront:
     def beams(self) -> None:
         self._chat.panels.toggle("beams")
 
+    def several(self) -> None:
+        from app.tui.screens.several import SeveralScreen
+
+        turn = self.controller.answers.several
+        if turn is None:
+            self.say("Nothing was asked several times at once yet: /n 4 QUESTION asks four times.")
+            return
+
+        def left(picked: int | None) -> None:
+            if picked is not None:
+                self.controller.pick_answer(picked)
+            self.to_prompt(end=True)
+
+        self._chat.app.push_screen(SeveralScreen(self.controller, turn, self._chat.highlighter), left)
+
     def timing(self) -> None:
         self._chat.panels.toggle("timing")
 

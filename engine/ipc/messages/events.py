@@ -80,7 +80,7 @@ class Piece(Event, frozen=True, kw_only=True, tag="piece"):
     """Whether the answer text sent so far was in fact thoughts. Only their end was marked. ``reasoning`` repeats them,
     so that the screen can move them."""
     sample: int = 0
-    """Index of the answer, if there are several. All pieces of one answer precede those of the next."""
+    """Index of the answer, if there are several, whose pieces may come by turns."""
     tool_calls: list[ToolCallPiece] = []
     """What was added to the answer's calls of tools."""
     logprobs: list[TokenLogprob] = []

@@ -155,7 +155,9 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     stop: list[str] = []
     """Strings that end the answer and are no part of it. They mean nothing in thoughts and in calls of tools."""
     samples: int = 1
-    """Number of answers, one after the other; only without beams. With a seed, sample i is drawn with seed + i."""
+    """Number of answers, several at the same time; only without beams. With a seed, sample i is drawn with seed + i."""
+    temperatures: list[float] = []
+    """The temperature of each of several answers; empty: that of ``sampling``."""
     logprobs: int | None = None
     """Number of likeliest tokens to report beside each token, from 0 to MOST_LOGPROBS; None: no log-probabilities. Not
     with beams."""

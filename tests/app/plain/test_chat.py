@@ -148,6 +148,18 @@ def test_thoughts_are_told_and_printed_on_request(run: Run, engine: FakeEngine) 
     ]
 
 
+def test_several_answers_are_listed_and_one_is_picked(run: Run, store: ConversationStore) -> None:
+    lines = run("/n 2 Which city?", "2", "/n 1 q", "/n", "")
+    start = next(index for index, line in enumerate(lines) if line.startswith("1. temperature"))
+    assert lines[start].endswith(": Paris is the capital.") and lines[start + 1].endswith(": PARIS IS THE CAPITAL.")
+    assert lines[start + 2 : start + 4] == [
+        "Number of the answer to go on with; empty: back. 2", "Model: PARIS IS THE CAPITAL.",
+    ]  # fmt: skip
+    assert "Warning: The number of answers must be from 2 to 8, not 1." in lines
+    (conversation,) = store.conversations()
+    assert [record.content for record in store.shown(conversation.id)][1:] == ["PARIS IS THE CAPITAL."]
+
+
 def test_candidates_are_listed_and_picked_by_number(run: Run, engine: FakeEngine, store: ConversationStore) -> None:
     engine.beam_steps = [[Beam("Paris.", [1], -0.3, True), Beam("Lyon.", [2], -0.9, True)]]
     lines = run("/beams 2", "Which city?", "/beams", "2")

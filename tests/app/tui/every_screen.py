@@ -90,6 +90,11 @@ async def _candidates(pilot: Pilot[int], app: ChatApp) -> None:
     await pilot.press("f4", "tab")
 
 
+async def _several(pilot: Pilot[int], app: ChatApp) -> None:
+    await pilot.press(*"/n 4 Which city?", "enter")
+    await wait_until(pilot, lambda: not controller(app).busy and app.screen is not app.chat)
+
+
 async def _queue(pilot: Pilot[int], app: ChatApp) -> None:
     engine = app.engine
     assert isinstance(engine, FakeEngine)
@@ -115,6 +120,7 @@ SCREENS: dict[str, Open] = {
     "timing": _pressing("f5"),
     "beams": _pressing("f4"),
     "candidates": _candidates,
+    "several answers": _several,
     "sampling": _command("sampling"),
     "sampling of a value": _pressing("f7", "down", "enter"),
     "machines": _pressing("f8"),

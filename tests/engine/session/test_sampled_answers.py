@@ -55,6 +55,19 @@ def test_samples_are_the_answers_of_following_seeds(ask: Ask) -> None:
         assert pieces[-1].tokens == 6
 
 
+def test_each_sample_has_its_own_temperature(ask: Ask) -> None:
+    alone = [
+        ask(PROMPT, max_tokens=6, sampling=Sampling(temperature=each, seed=3 + number)).token_ids
+        for number, each in enumerate((0.0, 1.5, 3.0))
+    ]
+    found = ask(PROMPT, max_tokens=6, sampling=Sampling(seed=3), samples=3, temperatures=[0.0, 1.5, 3.0])
+    assert [sample.token_ids for sample in found.samples] == alone
+    with pytest.raises(ModelError, match="2 temperatures were given for 3 answers"):
+        ask(PROMPT, samples=3, temperatures=[0.1, 0.2])
+    with pytest.raises(ModelError, match="Temperature"):
+        ask(PROMPT, samples=2, temperatures=[0.1, -1.0])
+
+
 def test_cancelling_ends_the_samples_that_are_under_way(ask: Ask) -> None:
     """Of ten, eight are under way at the same time."""
     alone = [ask(PROMPT, max_tokens=6, sampling=drawn(seed)).token_ids for seed in range(3, 11)]

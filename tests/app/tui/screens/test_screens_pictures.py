@@ -193,6 +193,25 @@ def test_beams(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine,
 
 
 @sizes
+def test_several_answers(
+    check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+) -> None:
+    engine.answer = lambda request: [ANSWER]
+
+    async def before(pilot: Pilot[int]) -> None:
+        await ready(pilot)
+        await pilot.press(*"/n 4 Which city?", "enter")
+        app = app_of(pilot)
+        chat = app.chat
+        assert chat is not None
+        await wait_until(pilot, lambda: not chat.controller.busy and app.screen is not chat)
+        await pilot.press("right")
+        await pilot.pause()
+
+    check_screen(make_app(), size, before)
+
+
+@sizes
 def test_a_temporary_chat(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
