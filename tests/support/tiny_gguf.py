@@ -657,14 +657,16 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
         sizes |= {"q_lora_rank": None if family == "deepseek_v2" else 256}
     if family in ("kimi_linear", "bailing_hybrid"):
-        del sizes["num_hidden_layers"]
-        sizes["head_dim"] = 256
+        del sizes["num_hidden_layers"], sizes["head_dim"]
         sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
         sizes["moe_intermediate_size"] = 256
     if family == "kimi_linear":
         sizes |= {"linear_num_heads": 8, "linear_head_dim": 256}
+    if family == "bailing_hybrid":
+        sizes["head_dim"] = 256
     if family in _INDEXED:
-        sizes["index_head_dim"] = 128
+        # Indexers choose all positions of short texts: whose rounding of packed weights chose better would be chance.
+        sizes |= {"index_head_dim": 128, "index_topk": 64}
     if family == "glm_moe_dsa":
         sizes["indexer_types"] = ["full", "shared"]
     if family == "qwen3_next":

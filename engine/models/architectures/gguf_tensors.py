@@ -203,9 +203,9 @@ def _attention(gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any]
         each = ((f"{here}attn_{short}.{part}", f"{attention}{short}_proj.{part}", rows[short]) for short in rows)
         yield from projections(gguf, f"{here}attn_qkv.{part}", each, columns)
     if decoder.head_norm in ("per-head", "whole") and switched(decoder.head_norm_setting or True, config):
-        for short, width in (("q", queries), ("k", keys)):
+        for short, total in (("q", queries), ("k", keys)):
             if short in rows:
-                shape = (width if decoder.head_norm == "whole" else size,)
+                shape = (total if decoder.head_norm == "whole" else size,)
                 yield NamedTensor.whole(f"{here}attn_{short}_norm.weight", f"{attention}{short}_norm.weight", shape)
     yield NamedTensor.whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, gathered))
     yield from _head_gate(decoder, own, here, attention, width)

@@ -619,9 +619,10 @@ def _read_kind(config: Mapping[str, Any], decoder: DecoderRecord, kind: str) -> 
     key_value_heads = whole_number(config, "num_key_value_heads", default=heads)
     values = whole_number(config, decoder.value_width) if decoder.value_width else width
     if heads % key_value_heads or width % 2 or values % 2:
+        also = f" (values {values})" if decoder.value_width else ""
         raise damaged(
-            f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads (values {values}), "
-            "which do not fit together"
+            f"config.json gives {heads} heads of {width}{also} over {key_value_heads} key/value heads, which do not "
+            "fit together"
         )
     return HeadShape(
         heads,

@@ -34,8 +34,8 @@ PLAIN_FOR = {"gemma3n_text": 0.01}
 FAMILIES = tuple(family for family in ARCHITECTURES if family != "mistral")
 """Families of which llama.cpp computes the same: it takes a mistral file for a llama without a window."""
 
-SEEN = {"index_topk": 64}
-"""Indexers choose all positions where weights are packed: whose rounding chose better would be chance."""
+CHOSEN = {"index_topk": 13}
+"""Indexers choose few positions where weights are not rounded."""
 
 ALIKE_FOR: dict[str, dict[str, Any]] = {
     "olmoe": {"clip_qkv": None},
@@ -55,8 +55,8 @@ def errors(folder: Path, family: str, kind: str, prompts: int) -> tuple[list[flo
     """Our errors and llama.cpp's at each step of each prompt, relative to transformers' logits on what the weights
     stand for."""
     options = whole_blocks(family) | ALIKE_FOR.get(family, {})
-    if kind != "F32" and family in ("deepseek_v32", "glm_moe_dsa"):
-        options |= SEEN
+    if kind == "F32" and family in ("deepseek_v32", "glm_moe_dsa"):
+        options |= CHOSEN
     source = write_tiny_model(folder / "source", family, **options)
     truth, path = folder / "truth", folder / f"{kind}.gguf"
     write_tiny_gguf(path, source, ARCHITECTURES[family], quantised=GGMLQuantizationType[kind], truth=truth)
