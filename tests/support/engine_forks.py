@@ -34,7 +34,7 @@ from engine.system.processes import start_module
 from tests.support import fork_server, forked_worker, hooked_engine
 
 FORKS = sys.platform == "linux"
-START_S = 120.0
+START_S = 600.0
 RUN = "PRIVATELLM_TESTS_RUN"
 """Variable that names this run of the tests, in all of its workers."""
 WORKERS = "workers"
