@@ -81,6 +81,9 @@ def write_metadata(
         if architecture == "bailingmoe3":
             writer.add_bool("bailingmoe3.kda.safe_gate", config["kda_safe_gate"])
             writer.add_float32("bailingmoe3.kda.gate_lower_bound", config["kda_lower_bound"])
+            if "expert_swiglu_limit_list" in config:
+                writer.add_swiglu_clamp_exp(config["expert_swiglu_limit_list"])
+                writer.add_swiglu_clamp_shexp(config["share_expert_swiglu_limit_list"])
     else:
         writer.add_head_count_kv(heads)
     if "layer_norm_eps" in config:

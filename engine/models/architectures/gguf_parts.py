@@ -93,6 +93,15 @@ def network_kinds(metadata: Metadata, layers: int) -> list[str]:
     return ["sparse" if one else "dense" for one in routed]
 
 
+def limits(metadata: Metadata, key: str, layers: int) -> Any:
+    """What the file says of the limits within networks or experts: a number for each of the first ``layers`` layers, or
+    None."""
+    stated = metadata.get(key)
+    if isinstance(stated, list):
+        return stated[:layers]
+    return None if stated is None else [stated] * layers
+
+
 def sliding_layers(metadata: Metadata, interval: int) -> list[str]:
     """The kind of each layer: with a sliding window as the file says, or else all but every ``interval``-th."""
     layers, slides = metadata.number("block_count"), metadata.get("attention.sliding_window_pattern")

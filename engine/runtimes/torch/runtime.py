@@ -27,7 +27,7 @@ from engine.moe.timing import Recorder
 from engine.runtimes.common.loading import Runtime, files_with_experts, refuse_no_threads, refuse_ring_alone
 from engine.runtimes.common.node_experts import NodeExperts
 from engine.runtimes.protocol import RingPlace
-from engine.runtimes.torch.experts_module import ExpertsPlace, experts_per_token, find_experts, gate_of, replace_experts
+from engine.runtimes.torch.experts_module import ExpertsPlace, experts_per_token, find_experts, replace_experts
 from engine.runtimes.torch.gpu_memory_plan import (
     GpuFinder,
     Room,
@@ -38,6 +38,7 @@ from engine.runtimes.torch.gpu_memory_plan import (
     open_cache,
 )
 from engine.runtimes.torch.indexed_attention import attend_to_all_while_few
+from engine.runtimes.torch.limits import gates_of, limit_networks
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.cuda_device import find_gpu
@@ -143,6 +144,7 @@ class TorchRuntime(Runtime):
                 expect_two_projections(module, names)
                 expect_three_convolutions(module, names)
                 fill_trunk(module, files, dtype, device, progress)
+                limit_networks(module, files.config)
                 attend_to_latents(module)
                 join_convolutions(module)
                 attend_to_all_while_few(module)
@@ -269,7 +271,7 @@ def make_backend(
 
     ``room``: a GPU that shares them with the CPU. ``trunk_bytes``: memory still to be taken.
     """
-    gates = {place.layer: gate_of(place.experts) for place in skeleton.places}
+    gates = gates_of(skeleton.places, skeleton.files.config)
     if room is not None:
         return make_hybrid(room, held, gates, skeleton.dtype, recorder, request)
     backend, lines = make_cpu_backend(held, gates, skeleton.dtype, request.cpu_threads, trunk_bytes)

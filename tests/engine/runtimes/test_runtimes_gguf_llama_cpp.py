@@ -83,6 +83,21 @@ def test_llama_cpp_reads_the_file_alike(tmp_path: Path, monkeypatch: pytest.Monk
     assert statistics.median(theirs) < PLAIN_FOR.get(family, PLAIN)
 
 
+@pytest.mark.parametrize("limit", [0.3, 1e4])
+def test_limits_of_ling_are_those_of_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
+    """transformers does not compute them."""
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    options = whole_blocks("bailing_hybrid") | {"expert_swiglu_limit_list": [0.0, 0.0, 0.2, 0.4]}
+    options["share_expert_swiglu_limit_list"] = [0.0, limit, 0.0, limit]
+    source, tokens = write_tiny_model(tmp_path / "source", "bailing_hybrid", **options), prompt_of(24)
+    path = write_tiny_gguf(tmp_path / "model.gguf", source, "bailingmoe3")
+    answer, unlimited = library_run(source, tokens, chunks=1)
+    ours = our_run(load_native(open_gguf(path, quiet), dtype="float32"), tokens, 1, answer)
+    theirs = PrebuiltLlamaCpp(path, 2).prompt(tokens)
+    assert max(steps_apart(ours[:1], [theirs])) < PLAIN
+    assert max(steps_apart(ours[:1], unlimited[:1])) > 10 * PLAIN
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K", "MXFP4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_weights_cost_no_more_precision(

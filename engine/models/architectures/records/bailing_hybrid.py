@@ -1,5 +1,5 @@
 """Ling 3: five of six layers are delta-nets whose keys decay each by itself, the others attend over latents, with a
-gate for each head."""
+gate for each head. The Flash model limits what SiLU gives in its last layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from engine.errors import ModelError, damaged, shown
 from engine.models.architectures import gguf_kda
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.layer_rules import sparse_layers
+from engine.models.architectures.gguf_parts import limits
+from engine.models.architectures.layer_rules import listed_limits, sparse_layers
 from engine.models.architectures.parts import GROUPED, QWEN
 from engine.models.architectures.record import (
     Config,
@@ -23,14 +24,9 @@ from engine.models.architectures.record import (
 )
 from engine.models.architectures.records.kimi_linear import usual
 
-_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
-"""Settings with a limit for each layer of what gates of its experts give, 0 for none."""
-
 
 def _renamed(config: Config) -> dict[str, Any]:
-    """Raises ModelError for settings that transformers ignores, so that nothing says what they would have to give."""
-    if any(any(config.get(name) or ()) for name in _LIMITS):
-        raise ModelError("The experts of this model have limits, which do not run in this family; use another model.")
+    """Raises ModelError for another family under this name."""
     if config.get("linear_attention", "kda") != "kda" or config.get("group_norm_size") is not None:
         raise ModelError("Ling 2.5 has another kind of layers under the name of Ling 3, and does not run; use Ling 3.")
     return usual(config)
@@ -52,11 +48,6 @@ def _kind(config: Config, layer: int) -> str:
 
 
 def _settings(metadata: Metadata) -> dict[str, Any]:
-    if any(any(metadata.get(f"swiglu_clamp_{part}", ()) or ()) for part in ("exp", "shexp")):
-        raise ModelError(
-            f"The experts of the model in {metadata.file.path} have limits, which do not run in this family; use "
-            "another model."
-        )
     heads, width = metadata.number("attention.head_count"), metadata.number("kda.head_dim")
     least = metadata.get("kda.gate_lower_bound")
     if not isinstance(least, float) or not -math.inf < least < 0:
@@ -64,7 +55,10 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         raise ModelError(
             f"{path} is damaged: its kda.gate_lower_bound is {shown(least)}, not a number below 0; download it again."
         )
+    layers = metadata.number("block_count") - metadata.number("nextn_predict_layers", 0)
     return gguf_kda.settings(metadata) | {
+        "expert_swiglu_limit_list": limits(metadata, "swiglu_clamp_exp", layers),
+        "share_expert_swiglu_limit_list": limits(metadata, "swiglu_clamp_shexp", layers),
         "linear_head_dim": width,
         "linear_num_heads": heads,
         "kda_safe_gate": bool(metadata.get("kda.safe_gate", True)),
@@ -107,11 +101,13 @@ FAMILIES = (
             latents=True,
             head_gate=HeadGate("g_proj", whole=lambda config: True),
             rope_theta=6_000_000.0,
+            limit=listed_limits("share_expert_swiglu_limit_list"),
         ),
         moe=MoeRecord(
             QWEN,
             GROUPED,
             shared="plain",
+            limit=listed_limits("expert_swiglu_limit_list"),
             layers=sparse_layers(lambda config: whole_number(config, "first_k_dense_replace", default=2, minimum=0)),
             count_key="num_experts",
             ffn_key="moe_intermediate_size",

@@ -10,6 +10,7 @@ from engine.models.architectures.config_values import number_of, positive_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import (
     experts,
+    limits,
     llama3_parameters,
     network_kinds,
     rotated_part,
@@ -151,15 +152,10 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         "layer_types": kinds,
         "mlp_layer_types": network_kinds(metadata, layers),
         "sliding_window": metadata.number("attention.sliding_window"),
-        "swiglu_limits": _limits(metadata, "swiglu_clamp_exp", layers),
-        "swiglu_limits_shared": _limits(metadata, "swiglu_clamp_shexp", layers),
+        "swiglu_limits": limits(metadata, "swiglu_clamp_exp", layers),
+        "swiglu_limits_shared": limits(metadata, "swiglu_clamp_shexp", layers),
         "rope_parameters": _rope_of_file(metadata, kinds),
     }
-
-
-def _limits(metadata: Metadata, key: str, layers: int) -> Any:
-    limits = metadata.get(key)
-    return limits[:layers] if isinstance(limits, list) else limits
 
 
 def _rope_of_file(metadata: Metadata, kinds: list[str]) -> dict[str, Any]:

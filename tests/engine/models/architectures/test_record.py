@@ -231,14 +231,12 @@ def test_layers_that_kimi_linear_does_not_name_once_are_a_sentence(linear: list[
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"expert_swiglu_limit_list": [0, 0, 7.0]}, "experts of this model have limits"),
-        ({"share_expert_swiglu_limit_list": [5.0]}, "experts of this model have limits"),
         ({"linear_attention": "lightning"}, "Ling 2.5 has another kind of layers"),
         ({"group_norm_size": 4}, "Ling 2.5 has another kind of layers"),
     ],
 )
-def test_what_transformers_ignores_of_ling_is_refused(settings: dict[str, Any], problem: str) -> None:
-    config = {"model_type": "bailing_hybrid", "num_experts_per_token": 3, "expert_swiglu_limit_list": [0, 0.0]}
+def test_another_family_under_the_name_of_ling_is_refused(settings: dict[str, Any], problem: str) -> None:
+    config = {"model_type": "bailing_hybrid", "num_experts_per_token": 3}
     assert renamed(dict(config))["num_experts_per_tok"] == 3
     with pytest.raises(ModelError, match=problem):
         renamed(config | settings)
