@@ -33,7 +33,8 @@ class PicturePass:
     """What pictures change in a pass over some tokens of one row, or of rows that are alike."""
 
     given: Rows
-    """Rows [tokens of pictures in the pass, hidden] in place of their embeddings, in order."""
+    """Rows [tokens of pictures in the pass, (1 + sight.deep) * hidden], in order: what stands in place of their
+    embeddings, then what is added to their hidden states behind each of the first ``sight.deep`` layers."""
     ids: list[int]
     """Ids of all tokens, with -1 - i for row i of ``given``."""
     positions: Positions | None
@@ -47,7 +48,7 @@ class ShownPictures:
 
     def __init__(self, sight: Sight, hidden: int) -> None:
         self.sight = sight
-        self._hidden = hidden
+        self._width = hidden * (1 + sight.deep)
         self._numbers: dict[bytes, int] = {}
         self._grids: list[Grid] = []
         self._rows: OrderedDict[int, Rows] = OrderedDict()
@@ -83,9 +84,9 @@ class ShownPictures:
         return self._numbers[digest] not in self._rows
 
     def put(self, digest: bytes, rows: Rows) -> None:
-        """Keep the tower's ``rows`` [tokens, hidden] of a picture that was shown."""
+        """Keep the tower's ``rows`` of a picture that was shown, each as wide as those of :class:`PicturePass`."""
         number = self._numbers[digest]
-        if rows.shape != (self._grids[number].tokens, self._hidden):
+        if rows.shape != (self._grids[number].tokens, self._width):
             raise ValueError(f"rows of the shape {rows.shape} for {self._grids[number]}")
         self._rows[number] = rows
 
@@ -134,7 +135,7 @@ class ShownPictures:
         if not given and not spread:
             return None
         return PicturePass(
-            np.stack(given) if given else np.empty((0, self._hidden), np.float32),
+            np.stack(given) if given else np.empty((0, self._width), np.float32),
             ids,
             spread_positions(places, start, len(tokens)) if spread else None,
             seen_ends(new, start, len(tokens)) if self.sight.together else None,

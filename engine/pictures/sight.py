@@ -64,6 +64,8 @@ class Sight:
     """Whether a token's position is its place in the picture (mrope), not its place in the text."""
     sections: tuple[int, int, int] = (11, 11, 10)
     """Pairs of numbers of a head that turn by each of the three positions, if they are ``spread``."""
+    deep: int = 0
+    """First layers of the language model behind which features of the tower's own layers are added (deepstack)."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """What is taken from red, green and blue, each from 0 to 1."""
     deviation: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -93,6 +95,8 @@ class Sight:
 class Tower:
     """A family of models that see."""
 
+    models: str
+    """What its models are called."""
     prefixes: tuple[tuple[str, str], ...]
     """Beginnings of the names of the tower's tensors in checkpoints, and what stands there in transformers' model."""
     read: Callable[[str, Mapping[str, Any], Mapping[str, Any]], Sight]
@@ -115,7 +119,14 @@ def sight_of(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Sight |
 # --- Qwen -------------------------------------------------------------------------------------------------------------
 
 
-def _qwen(family: str, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Sight:
+def _qwen(
+    family: str,
+    config: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    placeholder: int = 248_056,
+    sections: tuple[int, int, int] = Sight.sections,
+) -> Sight:
+    """``placeholder``, ``sections``: what settings say that are missing."""
     vision = config["vision_config"]
     patch, merge = _number(vision, "patch_size", 16), _number(vision, "spatial_merge_size", 2)
     size = processor.get("size")
@@ -129,22 +140,35 @@ def _qwen(family: str, config: Mapping[str, Any], processor: Mapping[str, Any]) 
     area = (patch * merge) ** 2
     sight = Sight(
         family,
-        _number(config, "image_token_id", 248_056, least=0),
+        _number(config, "image_token_id", placeholder, least=0),
         patch,
         merge,
         most=max(1, min(most // area, MOST_TOKENS)),
         spread=True,
-        sections=_sections(config),
+        sections=_sections(config, sections),
     )
     return _with_colours(replace(sight, least=max(1, min(-(-least // area), sight.most))), processor)
 
 
-def _sections(config: Mapping[str, Any]) -> tuple[int, int, int]:
+def _qwen_vl(family: str, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Sight:
+    vision = config["vision_config"]
+    depth, layers = _number(vision, "depth", 27), vision.get("deepstack_visual_indexes", [8, 16, 24])
+    known = isinstance(layers, list) and all(type(each) is int and 0 <= each < depth for each in layers)
+    if not known or len(set(layers)) != len(layers):
+        raise damaged(
+            f"The setting deepstack_visual_indexes is {shown(layers)}, not different layers of a tower with {depth}"
+        )
+    return replace(_qwen(family, config, processor, 151_655, (24, 20, 20)), deep=len(layers))
+
+
+def _sections(config: Mapping[str, Any], default: tuple[int, int, int]) -> tuple[int, int, int]:
     text = config.get("text_config")
-    rope = text.get("rope_parameters") if isinstance(text, Mapping) else None
+    text = text if isinstance(text, Mapping) else {}
+    # Older files call it so.
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
     values = rope.get("mrope_section") if isinstance(rope, Mapping) else None
     if values is None:
-        return Sight.sections
+        return default
     if not isinstance(values, list) or len(values) != 3 or not all(type(each) is int and each >= 0 for each in values):
         raise damaged(f"The setting mrope_section is {shown(values)}, not three whole numbers")
     time, above, left = values
@@ -231,8 +255,10 @@ def _with_colours(sight: Sight, processor: Mapping[str, Any]) -> Sight:
     )
 
 
-_QWEN = Tower((("model.visual.", ""), ("visual.", "")), _qwen, _qwen_scaled)
+_QWEN = Tower("Qwen 3.5 and 3.6", (("model.visual.", ""), ("visual.", "")), _qwen, _qwen_scaled)
+_QWEN_VL = replace(_QWEN, models="Qwen3-VL", read=_qwen_vl)
 _GEMMA = Tower(
+    "Gemma 4",
     (
         ("model.vision_tower.", "vision_tower."),
         ("model.embed_vision.", "embed_vision."),
@@ -243,6 +269,7 @@ _GEMMA = Tower(
     _gemma_scaled,
 )
 _UNIFIED = Tower(
+    "Gemma 4",
     (
         ("model.vision_embedder.", ""),
         ("model.embed_vision.", "multimodal_embedder."),
@@ -255,6 +282,8 @@ _UNIFIED = Tower(
 TOWERS: Mapping[str, Tower] = {
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
+    "qwen3_vl": _QWEN_VL,
+    "qwen3_vl_moe": _QWEN_VL,
     "gemma4": _GEMMA,
     "gemma4_unified": _UNIFIED,
 }

@@ -65,7 +65,8 @@ def way_to_see(facts: ModelFacts, *, in_ring: bool) -> str:
     """What to do so that pictures are seen, for the model of ``facts`` that sees none."""
     whole = FAMILIES[facts.family].whole if facts.family in FAMILIES else ""
     if whole not in TOWERS:
-        return "load a model that sees: Qwen 3.5, Qwen 3.6 or Gemma 4"
+        *models, last = dict.fromkeys(tower.models for tower in TOWERS.values())
+        return f"load a model that sees: {', '.join(models)} or {last}"
     if in_ring:
         return "load it on this machine alone, as a ring shows it none"
     return (

@@ -49,7 +49,8 @@ def write_tiny_tower(
         writer.add_vision_image_std([0.5, 0.5, 0.5])
         writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
         writer.add_vision_use_gelu(True)
-        writer.add_vision_is_deepstack_layers([False] * depth)
+        deep = vision.get("deepstack_visual_indexes", ())
+        writer.add_vision_is_deepstack_layers([layer in deep for layer in range(depth)])
     for name, values in (_gemma_tensors if gemma else _tensors)(seeing, depth):
         fits = values.ndim > 1 and values.shape[-1] % 32 == 0 and not (gemma and "position" in name)
         packed = kind if fits else GGMLQuantizationType.F32
@@ -63,11 +64,16 @@ def write_tiny_tower(
 
 def _tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:
     known = get_tensor_name_map(MODEL_ARCH.MMPROJ, depth)
+    deep = json.loads((seeing / "config.json").read_text())["vision_config"].get("deepstack_visual_indexes", ())
+    parts = {"norm": MODEL_TENSOR.V_DS_NORM, "linear_fc1": MODEL_TENSOR.V_DS_FC1, "linear_fc2": MODEL_TENSOR.V_DS_FC2}
     own = {
         "visual.merger.norm": TENSOR_NAMES[MODEL_TENSOR.V_POST_NORM],
         "visual.merger.linear_fc1": TENSOR_NAMES[MODEL_TENSOR.V_MMPROJ].format(bid=0),
         "visual.merger.linear_fc2": TENSOR_NAMES[MODEL_TENSOR.V_MMPROJ].format(bid=2),
     }
+    for place, layer in enumerate(deep):
+        stem = f"visual.deepstack_merger_list.{place}."
+        own |= {stem + part: TENSOR_NAMES[tensor].format(bid=layer) for part, tensor in parts.items()}
     for name, values in load_file(seeing / "model.safetensors").items():
         if not name.startswith("model.visual."):
             continue

@@ -26,6 +26,7 @@ _QWEN_VISION: dict[str, Any] = {
     "temporal_patch_size": 2,
     "num_position_embeddings": 36,
 }
+_DEEP_VISION = _QWEN_VISION | {"depth": 4, "deepstack_visual_indexes": [0, 2]}
 _GEMMA_VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -49,14 +50,16 @@ _BOTH_WAYS = {"use_bidirectional_attention": "vision"}
 _KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5", "qwen3_5_text", _QWEN_VISION, {}),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", _QWEN_VISION, {}),
+    "qwen3_vl": ("qwen3_vl", "qwen3_vl_text", _DEEP_VISION, {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3_vl_moe_text", _DEEP_VISION, {"mlp_only_layers": []}),
     "gemma4": ("gemma4", "gemma4_text", _GEMMA_VISION, _BOTH_WAYS),
     "gemma4_dense": ("gemma4", "gemma4_dense", _GEMMA_VISION, _BOTH_WAYS),
     "gemma4_unified": ("gemma4_unified", "gemma4_unified_text", _UNIFIED_VISION, _BOTH_WAYS),
     "gemma4_e2b": ("gemma4", "gemma4_e2b", _GEMMA_VISION | {"use_clipped_linears": True}, {}),
 }
 TINY_SEEING = tuple(_KINDS)
-"""The tiny models: Qwen 3.5 dense and with experts; Gemma 4 with experts, dense and 12B, whose pictures' tokens see
-each other, and E2B, whose do not."""
+"""The tiny models: Qwen 3.5 and Qwen3-VL, dense and with experts; Gemma 4 with experts, dense and 12B, whose pictures'
+tokens see each other, and E2B, whose do not."""
 
 
 def write_tiny_seeing(
@@ -81,18 +84,28 @@ def write_tiny_seeing(
     config = AutoConfig.for_model(
         whole, text_config=inner, vision_config=vision, image_token_id=marks[0], audio_config=None,
         boi_token_id=marks[1], eoi_token_id=marks[2],
-        tie_word_embeddings=inner["tie_word_embeddings"],
+        tie_word_embeddings=inner.get("tie_word_embeddings", False),
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
     fill_randomly(model, text)
     model.to(getattr(torch, dtype))
     model.save_pretrained(folder)
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(folder / "model.safetensors")
     processor: dict[str, Any] = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
     if whole.startswith("gemma4"):
         processor = {"max_soft_tokens": 70}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
+
+
+def _transpose_experts(path: Path) -> None:
+    """As they are published."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: each.mT.contiguous() if ".experts." in name else each for name, each in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 TEMPLATE = (

@@ -20,6 +20,10 @@ from engine.models.formats.safetensors_files import TensorEntry
 
 _QWEN, _GEMMA = "qwen3vl_merger", "gemma4v"
 """llama.cpp's names of the towers that are known."""
+_KINDS = {"gemma4": _GEMMA, **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), _QWEN)}
+"""The towers of whole models, by their ``model_type``."""
+_DEEP = ("qwen3_vl", "qwen3_vl_moe")
+"""Models that also read features of single layers of their tower (deepstack)."""
 _PLACEHOLDERS = {_QWEN: "<|image_pad|>", _GEMMA: "<|image|>"}
 """The token that stands for a picture in a prompt."""
 _AROUND = {"boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
@@ -37,6 +41,8 @@ _QWEN_NAMES = (
     (r"v\.post_ln\.(\w+)", r"merger.norm.\1"),
     (r"mm\.0\.(\w+)", r"merger.linear_fc1.\1"),
     (r"mm\.2\.(\w+)", r"merger.linear_fc2.\1"),
+    (r"v\.deepstack\.(\d+)\.norm\.(\w+)", r"deepstack_merger_list.\1.norm.\2"),
+    (r"v\.deepstack\.(\d+)\.fc([12])\.(\w+)", r"deepstack_merger_list.\1.linear_fc\2.\3"),
 )
 """Names of tensors, and what they are called in transformers' module."""
 _LAYER = r"vision_tower.encoder.layers.\1."
@@ -71,7 +77,7 @@ class TowerSettings:
 
 def may_see(config: Mapping[str, Any]) -> bool:
     """Whether a language model of this configuration can have a tower in a GGUF file."""
-    return _whole(config) in ("qwen3_5", "qwen3_5_moe", "gemma4")
+    return _whole(config) in _KINDS
 
 
 def _whole(config: Mapping[str, Any]) -> str:
@@ -87,13 +93,15 @@ def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -
     """
     metadata = Metadata(tower)
     kind = _kind_of(tower)
-    if not kind or not may_see(config) or kind != (_GEMMA if _whole(config) == "gemma4" else _QWEN):
+    whole_type = _whole(config)
+    if not kind or kind != _KINDS.get(whole_type):
         return None
     if metadata.number("vision.projection_dim") != config["hidden_size"] or _PLACEHOLDERS[kind] not in tokens:
         return None
-    if any(metadata.get("vision.is_deepstack_layers") or ()):
+    deep = _deep_layers(metadata)
+    if bool(deep) != (whole_type in _DEEP):
         return None
-    whole: dict[str, Any] = {"model_type": _whole(config), "image_token_id": tokens.index(_PLACEHOLDERS[kind])}
+    whole: dict[str, Any] = {"model_type": whole_type, "image_token_id": tokens.index(_PLACEHOLDERS[kind])}
     if kind == _GEMMA:
         text = dict(config)
         if not config.get("hidden_size_per_layer_input"):
@@ -102,6 +110,8 @@ def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -
         whole |= {key: tokens.index(token) for key, token in _AROUND.items() if token in tokens}
         return TowerSettings(whole | {"vision_config": _gemma(tower, metadata), "text_config": text}, {})
     vision = _qwen(tower, metadata, config["hidden_size"])
+    if deep:
+        vision["deepstack_visual_indexes"] = deep
     processor: dict[str, Any] = {
         key: _three(tower, metadata.get(f"vision.{key}"))
         for key in ("image_mean", "image_std")
@@ -118,6 +128,12 @@ def _kind_of(tower: GgufFile) -> str:
     known = tower.metadata.get("general.architecture") == "clip"
     kind = tower.metadata.get("clip.vision.projector_type") or tower.metadata.get("clip.projector_type")
     return kind if known and kind in (_QWEN, _GEMMA) else ""
+
+
+def _deep_layers(metadata: Metadata) -> list[int]:
+    """The layers of the tower whose features the language model reads."""
+    flags = metadata.get("vision.is_deepstack_layers")
+    return [layer for layer, deep in enumerate(flags) if deep] if isinstance(flags, list) else []
 
 
 def _qwen(tower: GgufFile, metadata: Metadata, hidden: int) -> dict[str, Any]:
@@ -165,14 +181,23 @@ def tower_entries(tower: GgufFile) -> dict[str, tuple[TensorEntry, ...]]:
     """The places of the tensors of the file, by their names in transformers' module."""
     is_qwen = _kind_of(tower) == _QWEN
     entries: dict[str, tuple[TensorEntry, ...]] = {}
+    deep: list[int] = []
     if is_qwen:
         entries["patch_embed.proj.weight"] = tuple(_entry(tower, name) for name in _HALVES)
+        deep = _deep_layers(Metadata(tower))
     for name in tower.tensors:
+        # Files number what reads single layers by the layer.
+        numbered = re.sub(r"(?<=v\.deepstack\.)\d+", lambda layer: _place(deep, int(layer[0])), name)
         for pattern, instead in _QWEN_NAMES if is_qwen else _GEMMA_NAMES:
-            match = re.fullmatch(pattern, name)
+            match = re.fullmatch(pattern, numbered)
             if match is not None:
                 entries[match.expand(instead)] = (_entry(tower, name),)
     return entries
+
+
+def _place(deep: list[int], layer: int) -> str:
+    """The place of ``layer`` among the ``deep`` ones; "none" if it is none of them."""
+    return str(deep.index(layer)) if layer in deep else "none"
 
 
 def _entry(tower: GgufFile, name: str) -> TensorEntry:

@@ -25,13 +25,15 @@ from numpy.typing import NDArray
 
 from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
+from engine.models.architectures.composite import language_name
 from engine.models.architectures.families import prepared_layout, stored_shape
 from engine.models.architectures.record import ExpertTensor
 from engine.models.folders import model_folder
-from engine.models.folders.checkpoint import Checkpoint, PlainExperts
+from engine.models.folders.checkpoint import Checkpoint, PlainExperts, safetensors_headers
 from engine.models.folders.model_folder import BANK_MANIFEST, INDEX, JOURNAL
 from engine.models.folders.opening import open_model
 from engine.models.formats.json_files import SMALL_FILE
+from engine.models.formats.mapped_file import MappedFile
 from engine.models.formats.model_files import StoredTensor
 from engine.models.formats.number_formats import WIDTHS
 from engine.models.formats.safetensors_files import encode_header
@@ -178,7 +180,7 @@ def _plan(files: Checkpoint) -> _Preparation:
     layout = prepared_layout(files.family, has_bias)
     # Wide types first: then every tensor begins at a multiple of its own width. By name, so that copies made of the
     # same weights in other files are equal.
-    tensors = (*files.trunk(), *files.tables())
+    tensors = (*files.trunk(), *files.tables(), *_of_senses(files))
     trunk = sorted(tensors, key=lambda item: (-WIDTHS[item[1].dtype], item[0]))
     count = 1 + len(experts.layers)
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
@@ -188,6 +190,18 @@ def _plan(files: Checkpoint) -> _Preparation:
         for name, layer in zip(names[1:], experts.layers, strict=True)
     )
     return _Preparation(files, experts, layout, _fingerprint(files), trunk, (of_trunk, *of_layers))
+
+
+def _of_senses(files: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of what sees and hears, by their names in the whole model."""
+    if (files.folder / BANK_MANIFEST).is_file():  # an old preparation, which has left them out
+        return
+    for file_name, header in safetensors_headers(files.folder).items():
+        here = {name: entry for name, entry in header.items() if language_name(name) is None and entry.dtype in WIDTHS}
+        mapped = MappedFile(files.folder / file_name) if here else None
+        for name, entry in here.items():
+            assert mapped is not None
+            yield name, mapped.tensor(entry.dtype, entry.shape, entry.start)
 
 
 def _layer_tensors(

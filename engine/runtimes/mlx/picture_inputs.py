@@ -62,6 +62,17 @@ def spread_ropes(layers: Sequence[Any], sections: tuple[int, int, int]) -> Turni
     return turning
 
 
+class _Deeper:
+    """A layer that adds to what it gives."""
+
+    def __init__(self, layer: Any, rows: Array) -> None:
+        self._layer = layer
+        self._rows = rows
+
+    def __call__(self, *inputs: Any, **settings: Any) -> Array:
+        return self._layer(*inputs, **settings) + self._rows
+
+
 @contextmanager
 def embedded(backbone: Any, pictures: PicturePass, sight: Sight) -> Iterator[dict[str, Array]]:
     """The inputs of ``backbone`` for the tokens of ``pictures`` [1, tokens], while it takes them as they are."""
@@ -72,14 +83,18 @@ def embedded(backbone: Any, pictures: PicturePass, sight: Sight) -> Iterator[dic
     scale = getattr(backbone, "embed_scale", None)
     if scale is not None:
         embeddings = embeddings * scale
-    rows = np.zeros(embeddings.shape, np.float32)
-    rows[places] = pictures.given
-    embeddings = mx.where(mx.array(places)[..., None], mx.array(rows).astype(embeddings.dtype), embeddings)
+    given = np.zeros((*places.shape, pictures.given.shape[1]), np.float32)
+    given[places] = pictures.given
+    parts = mx.split(mx.array(given).astype(embeddings.dtype), 1 + sight.deep, axis=-1)
+    embeddings = mx.where(mx.array(places)[..., None], parts[0], embeddings)
+    layers = list(backbone.layers)
+    backbone.layers = [*map(_Deeper, layers, parts[1:]), *layers[sight.deep :]]
     if scale is not None:
         backbone.embed_scale = 1.0
     try:
         yield {"inputs": ids, "input_embeddings": embeddings}
     finally:
+        backbone.layers = layers
         if scale is not None:
             backbone.embed_scale = scale
 

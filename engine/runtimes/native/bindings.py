@@ -376,6 +376,7 @@ class Pass(ctypes.Structure):
         ("last_layer", ctypes.c_int64),
         ("as_steps", ctypes.c_int64),
         ("given_id", ctypes.c_int64),
+        ("given_layers", ctypes.c_int64),
     )
 
 

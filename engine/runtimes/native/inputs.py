@@ -76,11 +76,13 @@ class PassInputs:
     """For each kind of heads, [tokens, width / 2]."""
     sine: tuple[Rows, ...]
     given: Rows | None = None
-    """[.., hidden]; None without tokens of pictures."""
+    """[.., (1 + given_layers) * hidden]; None without tokens of pictures."""
     ends: Positions | None = None
     """The position before which each token sees where that is not its own, [tokens]; None: it is."""
     given_id: int = 0
     """Id of the token whose own embeddings given rows have."""
+    given_layers: int = 0
+    """First layers behind which parts of given rows are added."""
 
     @classmethod
     def of(
@@ -104,7 +106,10 @@ class PassInputs:
         if pictures is None or shown is None or not len(pictures.given):
             return plain
         ids = np.array([pictures.ids], dtype=np.int32)
-        return replace(plain, ids=ids, given=pictures.given, ends=pictures.ends, given_id=shown.sight.given)
+        sight = shown.sight
+        return replace(
+            plain, ids=ids, given=pictures.given, ends=pictures.ends, given_id=sight.given, given_layers=sight.deep
+        )
 
     @classmethod
     def joined(cls, inputs: Sequence[PassInputs]) -> PassInputs:

@@ -293,6 +293,7 @@ class NativeModel(LocalModel):
             last_layer=self._shape.layers,
             as_steps=call.as_steps,
             given_id=inputs.given_id,
+            given_layers=inputs.given_layers,
         )
         address = ctypes.addressof(the_pass)
         needed = native().pllm_trunk_bytes(call.weights.address, address, self._pool.threads)

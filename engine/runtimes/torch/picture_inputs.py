@@ -25,8 +25,11 @@ def picture_inputs(base: Any, inputs: dict[str, Any], pictures: PicturePass, sig
     seen = torch.tensor([pictures.ids], device=ids.device) < 0
     ids[seen] = sight.given
     embeddings = base.get_input_embeddings()(ids)
-    embeddings[seen] = torch.from_numpy(pictures.given).to(embeddings)
+    instead, *deeper = torch.from_numpy(pictures.given).to(embeddings).split(embeddings.shape[-1], dim=1)
+    embeddings[seen] = instead
     changed |= {"input_ids": None, "inputs_embeds": embeddings}
+    if deeper:
+        changed |= {"visual_pos_masks": seen, "deepstack_visual_embeds": deeper}
     if getattr(base.config, "hidden_size_per_layer_input", 0):
         changed["per_layer_inputs"] = base.get_per_layer_inputs(ids, None)
     if pictures.ends is not None:

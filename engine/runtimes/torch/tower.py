@@ -50,7 +50,7 @@ class VisionTower:
         self._layers = _layers(self._module)
 
     def rows(self, picture: Picture, progress: ProgressCallback) -> NDArray[np.float32]:
-        """The rows [tokens, hidden] that stand in place of embeddings, in the order of :attr:`Grid.tokens`.
+        """The rows of :class:`engine.pictures.shown.PicturePass`, in the order of :attr:`Grid.tokens`.
 
         ``progress`` is called before each layer, and may raise Cancelled. Raises ModelError if the picture is too long
         and narrow, or the rows are no numbers.
@@ -156,8 +156,9 @@ def _look_qwen(module: Any, sight: Sight, vision: Any, picture: NDArray[np.uint8
         image_std=sight.deviation,
     )
     seen = processor(picture, return_tensors="pt", input_data_format="channels_last").to(module.device)
-    rows: torch.Tensor = module(seen["pixel_values"], grid_thw=seen["image_grid_thw"]).pooler_output
-    return rows
+    found = module(seen["pixel_values"], grid_thw=seen["image_grid_thw"])
+    # Qwen3-VL's also gives features of single layers.
+    return torch.cat((found.pooler_output, *getattr(found, "deepstack_features", ())), dim=1)
 
 
 # --- Gemma ------------------------------------------------------------------------------------------------------------
@@ -215,6 +216,8 @@ _Look = Callable[[Any, Sight, Any, NDArray[np.uint8]], torch.Tensor]
 _KINDS: dict[str, tuple[_Build, _Look]] = {
     "qwen3_5": (_build_qwen, _look_qwen),
     "qwen3_5_moe": (_build_qwen, _look_qwen),
+    "qwen3_vl": (_build_qwen, _look_qwen),
+    "qwen3_vl_moe": (_build_qwen, _look_qwen),
     "gemma4": (_build_gemma, _look_gemma),
     "gemma4_unified": (_build_unified, _look_unified),
 }

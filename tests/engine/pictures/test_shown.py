@@ -39,6 +39,19 @@ def test_ids_depend_on_what_is_shown() -> None:
         pictures.show(Picture(1, 300, bytes(900)))
 
 
+def test_rows_of_deepstack_are_wider() -> None:
+    pictures = ShownPictures(replace(SPREAD, deep=2), 4)
+    tokens = pictures.show(WIDE)
+    with pytest.raises(ValueError, match="rows of the shape"):
+        pictures.put(WIDE.digest, np.zeros((3, 4), np.float32))
+    rows = np.arange(36, dtype=np.float32).reshape(3, 12)
+    pictures.put(WIDE.digest, rows)
+    found = pictures.pass_over((), [5, *tokens], 0)
+    assert found is not None and (found.given == rows).all()
+    after = pictures.pass_over(pictures.places([5, *tokens], 0), [7], 4)
+    assert after is not None and after.given.shape == (0, 12)
+
+
 def test_a_pass_gets_rows_and_positions() -> None:
     pictures = shown(SPREAD, WIDE, TALL)
     wide, tall = pictures.show(WIDE), pictures.show(TALL)

@@ -13,6 +13,7 @@ from engine.errors import ModelError
 from engine.pictures.sight import MOST_TOKENS, Sight, sight_of
 
 QWEN: dict[str, Any] = {"model_type": "qwen3_5", "image_token_id": 7, "vision_config": {"patch_size": 16}}
+DEEP = QWEN | {"model_type": "qwen3_vl"}
 GEMMA: dict[str, Any] = {
     "model_type": "gemma4",
     "image_token_id": 9,
@@ -32,6 +33,15 @@ def test_what_is_read_of_a_qwen() -> None:
     assert found == Sight("qwen3_5", 7, 16, 2, most=100, least=4, spread=True, mean=(0.1, 0.2, 0.3))
     assert sight(QWEN).most == MOST_TOKENS
     assert sight(QWEN | {"text_config": {"rope_parameters": {"mrope_section": [3, 2, 1]}}}).sections == (3, 2, 1)
+
+
+def test_what_is_read_of_a_qwen_with_deepstack() -> None:
+    found = sight(DEEP | {"text_config": {"rope_scaling": {"mrope_section": [3, 2, 1]}}})
+    assert (found.sections, found.deep, found.spread) == ((3, 2, 1), 3, True)
+    assert sight(DEEP).sections == (24, 20, 20)
+    shallow = {"depth": 4, "deepstack_visual_indexes": [0, 3]}
+    assert sight(DEEP | {"vision_config": shallow}).deep == 2
+    assert sight(QWEN | {"vision_config": shallow}).deep == 0
 
 
 def test_what_is_read_of_a_gemma() -> None:
@@ -54,6 +64,9 @@ def test_what_is_read_of_a_gemma() -> None:
         (QWEN, {"image_mean": "grey"}, "grey"),
         (QWEN | {"image_token_id": -1}, {}, "-1"),
         (QWEN | {"text_config": {"rope_parameters": {"mrope_section": [1, 2]}}}, {}, "mrope_section"),
+        (DEEP | {"vision_config": {"depth": 4, "deepstack_visual_indexes": [4]}}, {}, "deepstack_visual_indexes"),
+        (DEEP | {"vision_config": {"deepstack_visual_indexes": [1, 1]}}, {}, "deepstack_visual_indexes"),
+        (DEEP | {"vision_config": {"deepstack_visual_indexes": 3}}, {}, "deepstack_visual_indexes"),
         (GEMMA, {"max_soft_tokens": 71}, "71"),
         (GEMMA, {"pooling_kernel_size": 2}, "2"),
     ],

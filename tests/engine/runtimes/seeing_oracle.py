@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.models.folders.prepare import prepare
 from engine.pictures.folders import read_sight
 from engine.pictures.picture import Picture
 from engine.pictures.shown import ShownPictures
@@ -20,6 +21,18 @@ from engine.runtimes.torch.tower import VisionTower
 from tests.support.progress import quiet
 
 Prompt = Sequence[int | Picture]
+
+
+TRANSPOSED = ("qwen3_vl_moe",)
+"""Tiny models whose experts are stored transposed."""
+
+
+def as_native_runs(folder: Path) -> Path:
+    """``folder``, or the copy that is prepared beside it, if the experts of its model are transposed."""
+    copy = folder.with_name(f"{folder.name}-prepared")
+    if folder.name in TRANSPOSED and not copy.exists():
+        prepare(folder, copy, quiet)
+    return copy if folder.name in TRANSPOSED else folder
 
 
 def see(model: LoadedModel, folder: Path, *pictures: Picture) -> None:

@@ -17,7 +17,7 @@ from engine.pictures.shown import ShownPictures
 from engine.pictures.sight import Sight
 from engine.runtimes.native import inputs as native_inputs
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
-from tests.engine.runtimes.seeing_oracle import Prompt, see, tokens_of, whole_logits
+from tests.engine.runtimes.seeing_oracle import TRANSPOSED, Prompt, as_native_runs, see, tokens_of, whole_logits
 from tests.engine.runtimes.subjects import MLX, NATIVE, TORCH, Subject
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, write_tiny_gguf
@@ -40,6 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(subject: Subject, folder: Path, **options: Any) -> LoadedModel:
+    folder = as_native_runs(folder) if subject is NATIVE else folder
     model = subject.load(folder, **options)
     see(model, folder, FIRST, SECOND)
     return model
@@ -117,8 +118,9 @@ def write_language_model(folder: Path, whole: Path) -> Path:
     """The language model in the folder ``whole`` as a model of its own."""
     folder.mkdir()
     beginning, tensors = "model.language_model.", load_file(whole / "model.safetensors")
+    turned = whole.name in TRANSPOSED
     renamed = {
-        name.replace(beginning, "model."): tensor
+        name.replace(beginning, "model."): tensor.mT.contiguous() if turned and ".experts." in name else tensor
         for name, tensor in tensors.items()
         if name.startswith((beginning, "lm_head"))
     }

@@ -18,7 +18,7 @@ from engine.session import looking
 from engine.session.loading import load_session
 from engine.session.prefix_cache import CHECKPOINT_TAIL
 from tests.engine.runtimes.native_oracle import needs_kernels
-from tests.engine.runtimes.seeing_oracle import Prompt, whole_logits
+from tests.engine.runtimes.seeing_oracle import Prompt, as_native_runs, whole_logits
 from tests.engine.runtimes.subjects import needs_mlx
 from tests.engine.session.asking import Ask
 from tests.support.tiny_seeing import TINY_SEEING, png, random_picture, write_speaking_seeing
@@ -40,6 +40,7 @@ def opened() -> Iterator[Open]:
     asked: list[Ask] = []
 
     def open_model(folder: Path, runtime: str = "native", **options: Any) -> Ask:
+        folder = as_native_runs(folder) if runtime == "native" else folder
         load = Load(id=1, model=str(folder), runtime=runtime, partitioning="cpu", cpu_threads=1, **options)  # type: ignore[arg-type]
         session = load_session(load, lambda *_: None)
         session._ends = frozenset()

@@ -26,6 +26,12 @@ static void open_embedding(const trunk_job *job, const pllm_matrix *table, int64
     }
 }
 
+/* What is given of the token `id` below 0: in place of its embedding, or behind the first `layers` layers. */
+static const float *given_row(const trunk_job *job, int64_t id, int64_t layers) {
+    const pllm_pass *pass = job->pass;
+    return pass->given + ((-1 - id) * (1 + pass->given_layers) + layers) * job->trunk->hidden;
+}
+
 static void embed(walk *w) {
     const pllm_trunk *trunk = w->job->trunk;
     const pllm_pass *pass = w->job->pass;
@@ -33,7 +39,7 @@ static void embed(walk *w) {
         const int64_t id = pass->ids[row];
         float *to = w->h + row * wide_of(trunk);
         if (id < 0)
-            memcpy(to, pass->given + (-1 - id) * trunk->hidden, (size_t)trunk->hidden * 4);
+            memcpy(to, given_row(w->job, id, 0), (size_t)trunk->hidden * 4);
         else
             open_embedding(w->job, &trunk->embedding, id, trunk->embedding_scale, to);
         pllm_repeat_streams(trunk, to);
@@ -600,6 +606,19 @@ static void add_layer_to_streams(walk *w, int64_t index, const pllm_streams *str
     pllm_read_streams(w, streams);
 }
 
+/* Adds what is given of tokens behind the first `layers` layers. */
+static void add_given(walk *w, int64_t layers) {
+    const trunk_job *job = w->job;
+    const int64_t hidden = job->trunk->hidden, first = job->positions - w->rows;
+    if (!job->pass->given || layers > job->pass->given_layers) return;
+    for (int64_t row = share_start(w); row < share_end(w); row++) {
+        const int64_t id = job->pass->ids[first + row];
+        if (id >= 0) continue;
+        const float *from = given_row(job, id, layers);
+        for (int64_t d = 0; d < hidden; d++) w->h[row * hidden + d] += from[d];
+    }
+}
+
 /* Adds what the layer before `index` has given, and norms the sum with `weight`. */
 static void add_layer(walk *w, int64_t index, const float *weight) {
     if (index == 0) {
@@ -608,6 +627,7 @@ static void add_layer(walk *w, int64_t index, const float *weight) {
             read_hidden(w->job, w->h + at, weight, w->normed + at);
         return;
     }
+    add_given(w, index);
     const pllm_trunk_layer *layer = w->job->trunk->layers + index - 1;
     if (layer->norms) return end_normed(w, layer, index - 1, weight);
     residual_norm(w, w->job->out, has_network(layer) ? NULL : layer->output_bias,
@@ -706,6 +726,7 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (pass->seen && (pass->rows > 1 || pass->as_steps)) return PLLM_E_ARGUMENT;
     for (int64_t i = 0; i < pass->rows * pass->tokens; i++)
         if (pass->ids[i] < 0 && !pass->given) return PLLM_E_ARGUMENT;
+    if (pass->given_layers < 0 || (pass->given_layers && trunk->streams > 1)) return PLLM_E_ARGUMENT;
     if (trunk->convolution_layers > 0 && (trunk->convolution_taps < 1 || !(pass->states_before && pass->states_after)))
         return PLLM_E_ARGUMENT;
     if (trunk->delta_layers > 0 &&

@@ -321,7 +321,8 @@ typedef struct pllm_group {
 
 typedef struct pllm_pass {
     const int32_t *ids;          /* [rows, tokens]; -1 - i: row i of `given` stands in place of an embedding */
-    const float *given;          /* [..., hidden]; NULL without such tokens */
+    const float *given;          /* [..., 1 + given_layers, hidden]: what stands in place of the embedding, then what is
+                                    added to the hidden state behind each of the first layers; NULL without such tokens */
     const float *lexical;        /* [layers with pllm_lexical, rows * tokens, lexical_width]: embeddings of each token and
                                     those before it; NULL without such layers */
     const int64_t *seen;         /* [tokens]: in layers with a window a query sees the positions before this one, if it is
@@ -342,6 +343,7 @@ typedef struct pllm_pass {
     int64_t as_steps;            /* what comes out equals, to the bit, `tokens` passes of one token each, at most PLLM_STEPS;
                                     0: it need not */
     int64_t given_id;            /* the token whose own embeddings (own_embedding) `given` rows have */
+    int64_t given_layers;        /* 0 with several residual streams */
 } pllm_pass;
 
 /* Where a pass stopped before the routed experts of `layer`. The addresses lie in the pass's workspace. */

@@ -42,6 +42,20 @@ def test_settings_are_those_of_the_folder(tower: GgufFile, seeing: Path) -> None
     assert found.processor == {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "min_pixels": 64, "max_pixels": 1024}
 
 
+def test_what_is_read_of_a_qwen_with_deepstack(tmp_path: Path) -> None:
+    seeing = write_tiny_seeing(tmp_path / "seeing", "qwen3_vl")
+    with GgufFile(write_tiny_tower(tmp_path / "mmproj.gguf", seeing)) as file:
+        found = settings_of(file, {"model_type": "qwen3_vl_moe_text", "hidden_size": 48}, TOKENS)
+        assert settings_of(file, CONFIG, TOKENS) is None, "Qwen 3.5 reads no features of single layers"
+        entries = tower_entries(file)
+        file.metadata["clip.vision.is_deepstack_layers"] = [True, False, False, False]
+        assert not any(".1." in name for name in tower_entries(file) if name.startswith("deepstack"))
+    assert found is not None and found.config["model_type"] == "qwen3_vl_moe"
+    assert found.config["vision_config"]["deepstack_visual_indexes"] == [0, 2]
+    stored = [name for name in load_file(seeing / "model.safetensors") if name.startswith("model.visual.")]
+    assert entries.keys() == {name.removeprefix("model.visual.") for name in stored}
+
+
 def test_what_is_read_of_a_gemma(tmp_path: Path) -> None:
     seeing = write_tiny_seeing(tmp_path / "seeing", "gemma4_e2b")
     written = json.loads((seeing / "config.json").read_text())
@@ -85,6 +99,7 @@ def test_all_tensors_have_a_place(tower: GgufFile, seeing: Path) -> None:
         ({}, TOKENS, {"general.architecture": "qwen35"}),
         ({}, TOKENS, {"clip.projector_type": "pixtral"}),
         ({}, TOKENS, {"clip.vision.is_deepstack_layers": [False, True]}),
+        ({"model_type": "qwen3_vl_text"}, TOKENS, {}),
     ],
 )
 def test_another_tower_is_not_used(

@@ -24,13 +24,16 @@ from engine.models.folders import prepare as preparing
 from engine.models.folders.model_folder import JOURNAL
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import needs_preparing, prepare, read_prepared, verify
+from engine.models.formats.mapped_file import MappedFile
 from engine.models.formats.safetensors_files import encode_header
 from engine.models.store.gguf_folder import open_gguf
+from engine.pictures.folders import read_sight, tower_tensors
 from tests.support.old_bank import write_old_bank
 from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import TINY_MOE_FAMILIES
+from tests.support.tiny_seeing import write_tiny_seeing
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -112,6 +115,22 @@ def test_what_is_prepared_gains_nothing(source: Path, tmp_path: Path):
     assert needs_preparing(tmp_path / "bank") == (False, "It is prepared already.")
     with pytest.raises(ModelError, match="prepared already"):
         prepare(tmp_path / "bank", tmp_path / "again", quiet)
+
+
+def test_what_sees_is_kept(tmp_path: Path):
+    source = write_tiny_seeing(tmp_path / "source", "qwen3_vl_moe")
+    prepare(source, tmp_path / "bank", quiet)
+    assert_equal_models(tmp_path / "bank", source)
+    sights = [read_sight(folder) for folder in (source, tmp_path / "bank")]
+    assert sights[0] is not None and sights[0] == sights[1]
+    before, after = (tower_tensors(folder, sights[0]) for folder in (source, tmp_path / "bank"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        (one,), (two,) = tensor.entries, after[name].entries
+        found = MappedFile(after[name].path).tensor(two.dtype, two.shape, two.start)
+        np.testing.assert_array_equal(
+            found.words, MappedFile(tensor.path).tensor(one.dtype, one.shape, one.start).words
+        )
 
 
 def test_a_dense_model_is_not_prepared(tiny_model: TinyModel, tmp_path: Path):

@@ -66,7 +66,8 @@ def reference(folder: Path, picture: Any) -> Any:
             )  # fmt: skip
             seen = processor(pixels, return_tensors="pt")
             found = model.model.get_image_features(seen["pixel_values"], seen["image_grid_thw"])
-    return found.pooler_output[0].numpy()
+    deep = [each[0] for each in getattr(found, "deepstack_features", ())]
+    return torch.cat((found.pooler_output[0], *deep), dim=1).numpy()
 
 
 @pytest.mark.parametrize("kind", TINY_SEEING)
@@ -75,7 +76,7 @@ def test_rows_are_the_librarys(folders: dict[str, Path], kind: str, height: int,
     picture = random_picture(height, width)
     rows = tower(folders[kind]).rows(picture, ignored)
     sight = read_sight(folders[kind])
-    assert sight is not None and rows.shape == (sight.grid(height, width).tokens, 48)
+    assert sight is not None and rows.shape == (sight.grid(height, width).tokens, 48 * (1 + sight.deep))
     expected = reference(folders[kind], picture)
     np.testing.assert_allclose(rows, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
     other = tower(folders[kind]).rows(random_picture(height, width, seed=1), ignored)
