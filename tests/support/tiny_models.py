@@ -61,6 +61,8 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "mistral4",
     "step3p5",
     "qwen3_vl_moe_text",
+    "glm5_next_text",
+    "deepseek_v4",
 )
 _KINDS_OF_FAMILIES = {
     "gemma4_dense": "gemma4_text",
@@ -642,6 +644,61 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "num_mtp_layers": 0,
     },
+    "glm5_next_text": {
+        **_LATENT,
+        **_INDEX,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 0,
+        "v_head_dim": 20,
+        "n_group": 1,
+        "topk_group": 1,
+        "index_topk": 12,
+        "index_kpool": 4,
+        "linear_head_dim": 20,
+        "linear_num_heads": 6,
+        "swiglu_limit": 1.5,
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 4,
+    },
+    "deepseek_v4": {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "partial_rotary_factor": 1 / 3,
+        "q_lora_rank": 20,
+        "o_groups": 2,
+        "o_lora_rank": 28,
+        "sliding_window": 16,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+        "index_topk": 3,
+        "index_head_dim": 16,
+        "index_n_heads": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "swiglu_limit": 1.5,
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 4,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "lfm2": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
@@ -792,6 +849,9 @@ def fill_randomly(model: Any, family: str, seed: int = 0) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("act_fn.beta"):
                 buffer.fill_(0.4)
+            elif name.endswith("tid2eid"):
+                scores = torch.rand(len(buffer), model.config.n_routed_experts, generator=generator)
+                buffer.copy_(scores.topk(buffer.shape[1]).indices)
             elif name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar", "std_scale")):
                 buffer.normal_(float(name.endswith(("layer_scalar", "std_scale"))), 0.1, generator=generator)
             elif name.endswith("std_bias"):

@@ -98,12 +98,12 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         whole(1),
         "hidden_size intermediate_size_mlp shared_expert_intermediate_size "
-        "num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size max_position_embeddings "
+        "num_hidden_layers num_attention_heads num_key_value_heads vocab_size max_position_embeddings "
         "num_experts n_routed_experts experts_per_token num_selected_experts "
         "vocab_size_per_layer_input laurel_rank altup_num_inputs "
         "num_attention_groups num_sliding_attention_heads share_expert_dim "
         "moe_k d_model n_heads n_layers max_seq_len kv_n_heads ffn_hidden_size moe_num_experts moe_top_k "
-        "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
+        "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank "
         "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
         "linear_head_dim linear_num_heads short_conv_kernel_size layer_group_size "
@@ -118,7 +118,7 @@ _RULES: dict[str, _Rule] = {
         "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts "
         "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input num_local_experts "
         "num_experts_per_tok shared_intermediate_size prefix_dense_intermediate_size sliding_window_size "
-        "altup_active_idx",
+        "altup_active_idx head_dim qk_rope_head_dim",
     ),
     **_rules(
         _number,

@@ -63,8 +63,10 @@ def is_offset_norm(name: str) -> bool:
 
 
 def _renamed(name: str, family: Family | None) -> str:
-    if family is not None and family.stored_prefix and name.startswith(family.stored_prefix):
-        name = "model." + name.removeprefix(family.stored_prefix)
+    starts = () if family is None else family.stored_starts
+    start = next((each for each in starts if name.startswith(each[0])), None)
+    if start is not None:
+        name = start[1] + name.removeprefix(start[0])
     for part, instead in () if family is None else family.stored_names:
         name = name.replace(part, instead)
     for part, instead in () if family is None or family.mlx is None else family.mlx.stored_names:

@@ -299,6 +299,31 @@ class BlockChoice:
     width: int
     size: int
     budget: int
+    gated: bool = False
+    """Whether a block's key is the sum of its tokens' keys by gates, and a token weighs the heads (glm5_next); else it
+    is their mean."""
+
+
+@dataclass(frozen=True)
+class CompressedKeys:
+    """What a layer keeps of the tokens behind its window (deepseek_v4): for every ``rate`` tokens a key of ``width``
+    numbers, which is the value, too; 0: nothing. ``index``: numbers of another one by which keys are chosen, 0 if all
+    are seen; chosen keys stand for the tokens before theirs, too."""
+
+    rate: int
+    width: int
+    index: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a token adds to the cache, rounded up."""
+        return -(-(self.width + self.index) // self.rate) if self.rate else 0
+
+    @property
+    def waiting(self) -> int:
+        """Numbers of tokens that wait until a key is whole: keys and gates, of chosen ones those of the key before,
+        too."""
+        return self.rate * (self.width + self.index) * (6 if self.index else 2)
 
 
 def no_windows(config: Config, layers: int) -> list[int]:
@@ -343,6 +368,9 @@ class DecoderRecord:
     index_width: str = ""
     """Setting of the width of a further key of each token, by which attention chooses tokens, or blocks of them; empty:
     none (qwen4_exp)."""
+    index_vectors: int = 1
+    """Vectors of that width that are kept of each token: the key alone, or with it how much each of its numbers counts
+    in its block (glm5_next)."""
     index_layers: Callable[[Config, int], list[int]] = own_keys
     """The layers with attention over latents that have such keys; others see what the one before them has chosen."""
     index_interleaved: bool = False
@@ -358,6 +386,8 @@ class DecoderRecord:
     (gemma3n)."""
     blocks: Callable[[Config], BlockChoice] | None = None
     """The choice of the blocks that attention sees; None: it sees all."""
+    compressed: Callable[[Config, int], list[CompressedKeys]] | None = None
+    """The compressed keys of each layer, which sees no others behind its window; None: keys are those of tokens."""
     own_input: str = ""
     """Setting of the width of an embedding that each layer has of its own, 0 without; empty: none (gemma4)."""
     head_kinds: Callable[[Config, int], list[str]] | None = None
@@ -568,8 +598,9 @@ class Family:
     renamed: Callable[[Config], Config] = lambda config: {}
     """Settings of older files as transformers names them now, from ``config.json``."""
     layers_prefix: str = "model.layers."
-    stored_prefix: str = ""
-    """Beginning of the names of tensors in checkpoints where transformers has ``model.``; empty: that."""
+    stored_starts: tuple[tuple[str, str], ...] = ()
+    """Beginnings of the names of tensors in checkpoints, and what transformers has there. The first that fits is
+    replaced."""
     stored_names: tuple[tuple[str, str], ...] = ()
     """Parts of the names of tensors in checkpoints, and what transformers has there. All are replaced, in order."""
     decoder: DecoderRecord = DecoderRecord()

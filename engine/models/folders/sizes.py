@@ -21,6 +21,7 @@ from engine.models.architectures.families import (
     stated_experts_per_token,
 )
 from engine.models.architectures.layer_rules import NETWORKS
+from engine.models.architectures.record import CompressedKeys
 from engine.models.folders.weight_layout import WeightLayout
 from engine.models.formats.gguf_names import tag_of
 from engine.models.formats.model_files import ModelFiles, whole_bytes, whole_weights
@@ -206,7 +207,7 @@ def experts_per_token(config: Mapping[str, Any]) -> int:
 def _head_width(config: Mapping[str, Any]) -> int:
     """Numbers of a head's key. Latent attention has one head, whose keys are values, too."""
     if config.get("kv_lora_rank"):
-        return whole_number(config, "kv_lora_rank") + whole_number(config, "qk_rope_head_dim")
+        return whole_number(config, "kv_lora_rank") + whole_number(config, "qk_rope_head_dim", minimum=0)
     heads = whole_number(config, "num_attention_heads", "n_heads")
     return int(config.get("head_dim") or whole_number(config, "hidden_size", "d_model") // heads)
 
@@ -218,10 +219,20 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
     """
     if config.get("kv_lora_rank"):
         layers = sum(kind not in WITHOUT_KEYS for kind in layer_kinds(config))
-        latents = layers * (whole_number(config, "kv_lora_rank") + whole_number(config, "qk_rope_head_dim"))
-        return latents + _index_width(config) * len(_with_indexers(config))
+        return layers * _head_width(config) + _index_width(config) * len(_with_indexers(config))
+    compressed = _compressed(config)
+    if compressed:
+        return sum(keys.numbers for keys in compressed)
     kinds = _kinds_with_keys(config)
     return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
+
+
+def _compressed(config: Mapping[str, Any]) -> list[CompressedKeys]:
+    """The compressed keys of each layer; empty where keys are those of tokens."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or family.decoder.compressed is None:
+        return []
+    return family.decoder.compressed(completed(config), layer_count(config, family))
 
 
 def _with_indexers(config: Mapping[str, Any]) -> list[int]:
@@ -235,14 +246,16 @@ def _with_indexers(config: Mapping[str, Any]) -> list[int]:
 def _choosing_numbers(config: Mapping[str, Any]) -> int:
     """Part of :func:`key_value_numbers` by which blocks of tokens are chosen."""
     if config.get("kv_lora_rank"):
-        return 0
+        family = FAMILIES.get(str(config.get("model_type")))
+        blocks = family is not None and family.decoder.blocks is not None
+        return _index_width(config) * len(_with_indexers(config)) if blocks else 0
     kinds = (kind for _, kind in _kinds_with_keys(config) if kind not in WITHOUT_KEYS)
     return _index_width(config) * sum(1 for _ in kinds)
 
 
 def windowed_numbers(config: Mapping[str, Any]) -> int:
     """Part of :func:`key_value_numbers` in layers with a window or a chunk, by ``layer_types``."""
-    kinds = _kinds_with_keys(config) if _window(config) else ()
+    kinds = _kinds_with_keys(config) if _window(config) and not _compressed(config) else ()
     return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind in _WINDOWED)
 
 
@@ -271,14 +284,17 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 def _index_width(config: Mapping[str, Any]) -> int:
-    """Numbers of the key by which blocks of tokens are chosen; 0 without one."""
+    """Numbers of a token by which tokens or blocks of them are chosen; 0 without any."""
     family = FAMILIES.get(str(config.get("model_type")))
-    return whole_number(config, family.decoder.index_width) if family and family.decoder.index_width else 0
+    if family is None or not family.decoder.index_width:
+        return 0
+    return whole_number(config, family.decoder.index_width) * family.decoder.index_vectors
 
 
 def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
     """Bytes of the states that layers keep for a row, in float32: delta-nets and Mamba-2 layers one of each head, and,
-    as short convolutions do, the last inputs of their convolution. 0 for a model with none of them. ``columns``: the
+    as short convolutions do, the last inputs of their convolution, layers with compressed keys those of the window. 0
+    for a model with none of them. ``columns``: the
     columns of a head's state take memory for a multiple of so many, as in the native runtime, which keeps no input of
     the latest token."""
     family = FAMILIES.get(str(config.get("model_type")))
@@ -291,6 +307,8 @@ def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
         mamba, layers = family.decoder.mamba(config), layer_kinds(config).count("linear_attention")
         width, taps = -(-mamba.width // columns) * columns, mamba.taps - (columns > 1)
         return 4 * layers * (mamba.heads * width * mamba.states + taps * mamba.channels)
+    if compressed := _compressed(config):
+        return 4 * sum(_window(config) * keys.width + keys.waiting for keys in compressed)
     if family is None or mixer != "delta-net":
         return 0
     delta, layers = family.decoder.delta(config), layer_kinds(config).count("linear_attention")

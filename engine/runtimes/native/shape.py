@@ -685,9 +685,8 @@ def _step_limits(config: Mapping[str, Any]) -> tuple[float, float]:
 def read_gate(config: Mapping[str, Any]) -> Gate:
     """The function between the matrices of the feed-forward networks."""
     if _is_clamped(FAMILIES[config["model_type"]]):
-        return Gate(
-            "clamped", positive_number(config, "swiglu_alpha", 1.702), positive_number(config, "swiglu_limit", 7.0)
-        )
+        alpha, limit = positive_number(config, "swiglu_alpha", 1.702), positive_number(config, "swiglu_limit", 7.0)
+        return Gate("clamped", alpha, limit, beta=1.0)
     return Gate(_kernels(FAMILIES[config["model_type"]])[_activation(config)])
 
 

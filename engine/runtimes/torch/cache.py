@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kw
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from engine.models.architectures.families import FAMILIES
+from engine.models.architectures.record import Family
 from engine.models.folders.sizes import WITHOUT_KEYS
 from engine.runtimes.protocol import Bytes, Fill, RowArray, RowPart
 
@@ -130,6 +131,25 @@ class IndexedLayer(GrowingLayer):
     def indexer_position_ids(self, positions: torch.Tensor) -> None:
         """Nothing is kept: transformers sets the positions that it got, and those of the pass, before the pass has
         succeeded."""
+
+
+class PooledLayer(IndexedLayer):
+    """A layer whose indexer asks after the pass's keys are in it how many positions there are (glm5_next)."""
+
+    def update_indexer(self, keys: torch.Tensor) -> torch.Tensor:
+        """Append ``keys``, whose last number says whether the token is one of the text: all are, and it is not kept."""
+        found = super().update_indexer(keys[..., :-1])
+        return torch.cat([found, found.new_ones((*found.shape[:-1], 1))], dim=-1)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = super().update(key_states, value_states)
+        self.keys = found[0]
+        return found
+
+    def get_seq_length(self) -> int:
+        return self.position.length if self.keys is None else int(self.keys.shape[2])
 
 
 def _with_room(buffer: torch.Tensor | None, states: torch.Tensor, length: int, needed: int) -> torch.Tensor:
@@ -297,6 +317,106 @@ class ConvolutionCache(_States, Cache):  # type: ignore[misc]
         return recurrent_states
 
 
+_COMPRESSED = ("window", *(f"{name} {part}" for name in ("compressor", "indexer") for part in (
+    "waiting keys", "waiting gates", "keys", "keys before", "gates before"
+)))  # fmt: skip
+"""Kinds of the states of layers with compressed keys (deepseek_v4), for attention and for the choice of what it sees:
+the keys of tokens in the window; tokens whose compressed key is not whole; compressed keys; and of the last whole one
+those of its tokens that count in the next one."""
+
+
+class CompressedLayer(GrowingLayer):
+    """A layer whose attention sees the keys of a window, which are the values, too, and compressed keys, each of
+    ``rate`` tokens. What it keeps is in the states of its cache. transformers computes, and asks for what was kept."""
+
+    def __init__(self, position: Position, window: int, rate: int) -> None:
+        super().__init__(position, window)
+        self.rate = rate
+        self.states: dict[tuple[int, str], torch.Tensor] = {}
+        self.pending: dict[tuple[int, str], torch.Tensor] = {}
+        self.index = 0
+
+    def rows_copied(self, position: Position, rows: int) -> CompressedLayer:
+        assert self.window is not None
+        return CompressedLayer(position, self.window, self.rate)
+
+    def _swapped(self, kind: str, state: torch.Tensor) -> torch.Tensor | None:
+        """What was kept as ``kind``. ``state`` is kept in its place once the pass has succeeded."""
+        self.pending[self.index, kind] = state
+        return self.states.get((self.index, kind))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [rows, 1, tokens, width]; returns the keys in reach, twice."""
+        assert self.window is not None
+        # A pass that failed may have left what this one does not replace.
+        for kind in _COMPRESSED:
+            self.pending.pop((self.index, kind), None)
+        before = self.states.get((self.index, "window"))
+        keys = key_states if before is None else torch.cat([before, key_states], dim=2)
+        self.pending[self.index, "window"] = keys[:, :, max(0, keys.shape[2] - self.window + 1) :].clone()
+        return keys, keys
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Append keys and gates [rows, tokens, width]; returns those of whole groups of tokens, and the position of the
+        first of them."""
+        waiting = self.position.length % self.rate
+        whole = []
+        for kind, new in (("keys", kv), ("gates", gate)):
+            before = self.states.get((self.index, f"{name} waiting {kind}"))
+            every = new if before is None else torch.cat([before[:, self.rate - waiting :], new], dim=1)
+            usable = every.shape[1] // self.rate * self.rate
+            left = every[:, usable:]
+            # Padded, so that there is something to keep after a whole group.
+            padding = left.new_zeros((left.shape[0], self.rate - left.shape[1], left.shape[2]))
+            self.pending[self.index, f"{name} waiting {kind}"] = torch.cat([padding, left], dim=1)
+            whole.append(every[:, :usable])
+        return whole[0], whole[1], self.position.length - waiting
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        """Append compressed keys [rows, keys, width]; returns all of them."""
+        before = self.states.get((self.index, f"{name} keys"))
+        every = compressed if before is None else torch.cat([before, compressed], dim=1)
+        if compressed.shape[1]:
+            self.pending[self.index, f"{name} keys"] = every
+        return every
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What counts in the next key of the group before these [rows, groups, rate, 2 * ``head_dim``]; of the last one
+        it is kept."""
+        keys, gates = (chunk[:, -1, :, :head_dim].clone() for chunk in (chunk_kv, chunk_gate))
+        return self._swapped(f"{name} keys before", keys), self._swapped(f"{name} gates before", gates)
+
+
+class CompressedCache(_States, Cache):  # type: ignore[misc]
+    """The cache of families whose layers are :class:`CompressedLayer`. Keys of tokens that have left the window are
+    dropped, so that it cannot be cut back."""
+
+    def __init__(self, layers: list[GrowingLayer], position: Position) -> None:
+        Cache.__init__(self, layers=layers)
+        _States.__init__(self, layers, position)
+        self._share()
+
+    def _share(self) -> None:
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, CompressedLayer)
+            layer.index, layer.states, layer.pending = index, self.states, self.pending
+
+    def commit(self, tokens: int) -> None:
+        super().commit(tokens)
+        self._share()
+
+    def rows_copied(self, rows: int) -> CompressedCache:
+        copy = super().rows_copied(rows)
+        copy._share()
+        return copy
+
+
 class WritingCache(ConvolutionCache):
     """The cache of families whose layers write into a recurrent state that they get, as Mamba-2's do in a step, or may
     do so."""
@@ -309,14 +429,24 @@ class WritingCache(ConvolutionCache):
         return changed
 
 
-AnyCache = KeyValueCache | LightningCache | ConvolutionCache
+def _layer_of(family: Family | None) -> type[GrowingLayer]:
+    if family is None or not family.decoder.index_width:
+        return GrowingLayer
+    return PooledLayer if family.decoder.latents and family.decoder.blocks is not None else IndexedLayer
+
+
+AnyCache = KeyValueCache | LightningCache | ConvolutionCache | CompressedCache
 
 
 def empty_cache(config: Any) -> AnyCache:
     """The empty cache for a model of ``config``."""
     position = Position()
     family = FAMILIES.get(config.model_type)
-    layer = IndexedLayer if family is not None and family.decoder.index_width else GrowingLayer
+    layer = _layer_of(family)
+    if family is not None and family.decoder.compressed is not None:
+        keys = family.decoder.compressed(config.to_dict(), config.num_hidden_layers)
+        window = config.sliding_window
+        return CompressedCache([CompressedLayer(position, window, each.rate) for each in keys], position)
     if family is not None and family.decoder.mixer == "lightning":
         return LightningCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
     if not WITHOUT_KEYS.isdisjoint(getattr(config, "layer_types", None) or ()):
@@ -382,7 +512,7 @@ def _slot(cache: AnyCache, part: RowPart, length: int) -> tuple[int, str]:
     index, _, kind = part.name.partition(" ")
     kinds: tuple[str, ...] = tuple(_BUFFERS)
     if not cache.can_truncate:
-        kinds += ("linear", "recurrent", *_CONVOLVED)
+        kinds += ("linear", "recurrent", *_CONVOLVED, *_COMPRESSED)
     known = index.isdecimal() and len(index) < 6 and int(index) < len(cache.layers) and kind in kinds
     shape: Any = part.shape
     if not known or part.numbers not in _DTYPES or not 2 <= len(shape) <= 4 or shape[0] != 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-_PICTURES = {"gemma4": "model.vision_tower", "llama4": "vision_model"}
+_PICTURES = {"glm5_next": "model.visual", "gemma4": "model.vision_tower", "llama4": "vision_model"}
 """Beginnings of the names of tensors of pictures; others are those of Qwen."""
 
 

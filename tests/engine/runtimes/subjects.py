@@ -72,7 +72,7 @@ NOT_ON_MLX = (
     *("hy_v3", "flex_olmo", "granitemoeshared", "granite_swa", "granitemoe_swa", "laguna", "cohere2_moe"),
     *("nemotron_h", "nemotron_h_dense", "nemotron_h_latents", "qwen4_exp_text", "bailing_hybrid"),
     "gemma3n_text",
-    *("deepseek_v32", "glm_moe_dsa"),
+    *("deepseek_v32", "glm_moe_dsa", "glm5_next_text", "deepseek_v4"),
 )
 
 NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,), prepared_only=PREPARED_ONLY)

@@ -78,6 +78,16 @@ def test_the_language_model_of_qwen_4_runs_with_tables_in_their_files(tmp_path: 
         assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
 
 
+def test_the_language_model_of_glm_5_next_runs(tmp_path: Path) -> None:
+    alone = write_tiny_model(tmp_path / "alone", "glm5_next_text")
+    folder = write_composite(tmp_path / "whole", alone, "glm5_next")
+    tokens = prompt_of(40)
+    answer, theirs = library_run(alone, tokens, chunks=1)
+    model = load(folder, dtype="float32")
+    assert model.facts.family == "glm5_next_text"
+    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+
+
 @needs_kernels
 @pytest.mark.parametrize("family", ["llama4", "qwen3_vl_moe"])
 def test_a_language_model_with_transposed_experts_is_prepared_and_run(

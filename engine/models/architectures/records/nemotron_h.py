@@ -143,7 +143,7 @@ FAMILIES = (
             "topk_group": 1,
         },
         renamed=_renamed,
-        stored_prefix="backbone.",
+        stored_starts=(("backbone.", "model."),),
         decoder=DecoderRecord(
             mixer="mamba",
             mamba=_sizes,

@@ -137,7 +137,8 @@ enum {
     PLLM_XIELU = 6
 };
 
-/* PLLM_CLAMPED (gpt-oss): g = min(gate, limit); u = clamp(up, -limit, limit); (u + 1) * g * sigmoid(alpha * g).
+/* PLLM_CLAMPED: g = min(gate, limit); u = clamp(up, -limit, limit); (u + beta) * g * sigmoid(alpha * g). beta is 1 in
+   gpt-oss; with alpha 1 and beta 0 it is SiLU with limits (DeepSeek V4).
    PLLM_CLAMPED_SILU (Step 3.5): min(gate * sigmoid(gate), limit) * clamp(up, -limit, limit).
    PLLM_XIELU (Huang and Schlag 2025), without `up`: from 0 on alpha * gate^2 + beta * gate, below
    limit * (exp(min(gate, epsilon)) - 1 - gate) + beta * gate. */

@@ -63,7 +63,7 @@ ALWAYS_INLINE V SET(activated)(const pllm_activation *activation, V g, V u) {
         V limit = V_SET1(activation->limit);
         g = V_MIN(g, limit);
         u = V_MAX(V_MIN(u, limit), V_SUB(V_ZERO, limit));
-        return V_MUL(V_ADD(u, V_SET1(1.0F)), SET(times_sigmoid)(g, V_MUL(g, V_SET1(activation->alpha))));
+        return V_MUL(V_ADD(u, V_SET1(activation->beta)), SET(times_sigmoid)(g, V_MUL(g, V_SET1(activation->alpha))));
     }
     }
 }

@@ -19,14 +19,15 @@ ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped", "clampe
 class Activation:
     """A gate that needs no Python: ``kind(gate) * up``.
 
-    ``clamped`` is ``g * sigmoid(alpha * g) * (u + 1)`` with g = gate, at most ``limit``, and u = up, between
+    ``clamped`` is ``g * sigmoid(alpha * g) * (u + beta)`` with g = gate, at most ``limit``, and u = up, between
     ``-limit`` and ``limit``. ``clamped_silu`` is ``g * u`` with g = silu(gate), at most ``limit``, and the same u. The
-    other kinds ignore both numbers.
+    other kinds ignore the numbers.
     """
 
     kind: ActivationKind
     alpha: float = 0.0
     limit: float = 0.0
+    beta: float = 0.0
 
     def __call__(self, gate_out: torch.Tensor, up_out: torch.Tensor) -> torch.Tensor:
         match self.kind:
@@ -40,7 +41,7 @@ class Activation:
                 return functional.relu(gate_out) * up_out
             case "clamped":
                 gate, up = gate_out.clamp(max=self.limit), up_out.clamp(-self.limit, self.limit)
-                return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+                return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
             case "clamped_silu":
                 return functional.silu(gate_out).clamp(max=self.limit) * up_out.clamp(-self.limit, self.limit)
 
@@ -68,8 +69,9 @@ def family_gate(
     candidates = [Activation("silu"), Activation("gelu"), Activation("gelu_tanh"), Activation("relu")]
     if limit is not None:
         candidates.append(Activation("clamped_silu", limit=limit))
+        candidates.append(Activation("clamped", 1.0, limit))
     if alpha is not None and limit is not None:
-        candidates.append(Activation("clamped", alpha, limit))
+        candidates.append(Activation("clamped", alpha, limit, 1.0))
     gate_out, up_out = _probe()
     up_out = gate_out if alone else up_out
     try:

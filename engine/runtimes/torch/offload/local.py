@@ -114,7 +114,7 @@ class TorchKernelBackend(TensorBackend):
         read_ahead: ReadAhead | None = None,
     ) -> None:
         super().__init__(experts, dtype)
-        gates = {layer: Gate(each.kind, each.alpha, each.limit) for layer, each in activations.items()}
+        gates = {layer: Gate(each.kind, each.alpha, each.limit, each.beta) for layer, each in activations.items()}
         self._kernels = KernelExperts(experts, gates.__getitem__, choice, pool)
         self._read_ahead = read_ahead
 

@@ -34,6 +34,39 @@ def test_names(family: str, stored: str, name: str) -> None:
     assert (list(headers["a"]), changes) == ([name], {})
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *("embed.weight", "head.weight", "norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale"),
+        *("layers.3.attn.wq_a.weight", "layers.3.attn.wq_b.weight", "layers.3.attn.wkv.weight"),
+        *("layers.3.attn.wo_a.weight", "layers.3.attn.wo_b.weight", "layers.3.attn.q_norm.weight"),
+        *("layers.3.attn.kv_norm.weight", "layers.3.attn.attn_sink", "layers.3.attn_norm.weight"),
+        *("layers.3.attn.compressor.wkv.weight", "layers.3.attn.compressor.wgate.weight"),
+        *("layers.3.attn.compressor.norm.weight", "layers.3.attn.compressor.ape"),
+        *("layers.3.attn.indexer.compressor.wkv.weight", "layers.3.attn.indexer.compressor.ape"),
+        *("layers.3.attn.indexer.compressor.norm.weight", "layers.3.attn.indexer.wq_b.weight"),
+        *("layers.3.attn.indexer.weights_proj.weight", "layers.3.ffn_norm.weight", "layers.3.ffn.gate.bias"),
+        *("layers.3.hc_attn_fn", "layers.3.hc_ffn_base", "layers.3.ffn.gate.weight", "layers.1.ffn.gate.tid2eid"),
+        *("layers.3.ffn.shared_experts.w1.weight", "layers.3.ffn.shared_experts.w2.weight"),
+    ],
+)
+def test_published_names_of_deepseek_v4_become_those_of_transformers(stored: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    from tests.support.tiny_models import tiny_config
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v4"))
+    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    names = model.state_dict()
+    expected, _ = rename_source_key(stored, rules, [], model.base_model_prefix, names)
+    headers, _ = as_transformers({"a": {stored: tensor(4, 4)}}, {"model_type": "deepseek_v4"})
+    assert list(headers["a"]) == [expected] and expected in names
+
+
 def test_convolutions_turn_and_norms_lose_one() -> None:
     norms = ("model.norm.weight", "model.layers.3.self_attn.q_norm.weight", "model.layers.0.input_layernorm.weight")
     kernel = "model.layers.0.linear_attn.conv1d.weight"

@@ -301,6 +301,29 @@ def test_published_settings_of_gemma_3n_say_enough() -> None:
     assert read.windows[:5] == (512, 512, 512, 512, 0)
 
 
+def test_published_settings_of_deepseek_v4_are_those_of_transformers() -> None:
+    from transformers import CONFIG_MAPPING
+
+    stored = {"model_type": "deepseek_v4", "num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4, 0]}
+    library = CONFIG_MAPPING["deepseek_v4"].from_dict(dict(stored))
+    assert layer_kinds(renamed(dict(stored))) == library.layer_types
+    assert layer_kinds({"model_type": "deepseek_v4", "num_hidden_layers": 5}) == (
+        CONFIG_MAPPING["deepseek_v4"](num_hidden_layers=5).layer_types
+    )
+    with pytest.raises(ModelError, match=r"gives \[0, 5\] for compress_ratios, which must be 0, 4, 128 for each layer"):
+        renamed({**stored, "compress_ratios": [0, 5]})
+
+
+def test_a_layer_that_shares_no_indexer_before_it_is_a_sentence() -> None:
+    kinds = ["linear_attention", "full_attention", "full_attention", "full_attention"]
+    config = completed({"model_type": "glm5_next_text", "num_hidden_layers": 4, "layer_types": kinds})
+    with_indexers = FAMILIES["glm5_next_text"].decoder.index_layers
+    assert with_indexers(config, 4) == [1, 2, 3]
+    assert with_indexers({**config, "indexer_types": ["shared", "full", "shared", "full"]}, 4) == [1, 3]
+    with pytest.raises(ModelError, match="lets layer 4 share the indexer of the one before it, which has none"):
+        with_indexers({**config, "indexer_types": ["full", "full", "shared", "shared"]}, 4)
+
+
 def test_every_file_of_records_is_found_and_no_family_is_there_twice() -> None:
     names = [
         family.model_type

@@ -43,6 +43,8 @@ def test_headers_tell_what_the_loaded_model_tells(tiny_model: Callable[..., Path
             "nemotron_h",
             "kimi",
             "bailing_hybrid",
+            "glm5_next",
+            "deepseek_v4",
         )
         assert (sizes.state_bytes > 0) == family.startswith(with_states)
         model.close()

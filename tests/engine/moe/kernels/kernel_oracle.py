@@ -114,7 +114,7 @@ def _activated(gate: Gate, g: Wide, u: Wide) -> Wide:
         below = (np.expm1(np.minimum(g, gate.epsilon)) - g) * gate.limit
         return np.where(g >= 0, gate.alpha * g * g, below) + gate.beta * g
     g, u = np.minimum(g, gate.limit), np.clip(u, -gate.limit, gate.limit)
-    return np.asarray((u + 1) * g / (1 + np.exp(-gate.alpha * g)))
+    return np.asarray((u + gate.beta) * g / (1 + np.exp(-gate.alpha * g)))
 
 
 def outputs(

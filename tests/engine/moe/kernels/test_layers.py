@@ -25,8 +25,12 @@ from tests.support.random_examples import examples
 SETS = available()
 DTYPES = ["BF16", "F32", "F16"]
 GATES = [
-    *(Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("relu"), Gate("clamped", alpha=1.702, limit=1.1)),
-    *(Gate("clamped_silu", limit=0.4), Gate("xielu", alpha=0.8, limit=1.1, beta=0.4, epsilon=-1e-6)),
+    *(Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("relu"), Gate("clamped", alpha=1.702, limit=1.1, beta=1.0)),
+    *(
+        Gate("clamped_silu", limit=0.4),
+        Gate("clamped", alpha=1.0, limit=0.4),
+        Gate("xielu", alpha=0.8, limit=1.1, beta=0.4, epsilon=-1e-6),
+    ),
 ]
 
 pytestmark = pytest.mark.skipif(
@@ -197,7 +201,7 @@ def test_nothing_is_read_past_the_last_value(name: str, dtype: str, pool: Pool) 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gate", GATES, ids=lambda gate: str(gate.kind))
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: f"{gate.kind}-{gate.beta}")
 def test_experts_with_every_activation(name: str, dtype: str, gate: Gate, pool: Pool) -> None:
     for tokens in (1, 4, 40):
         Case(tokens, 70, 51, dtype, gate, tokens=tokens, biases=gate.kind == "clamped").check(pool, name)

@@ -41,7 +41,7 @@ delta-nets, short convolutions, two kinds of heads, chosen blocks, attention in 
 
 WITH_STATES = (
     *("minimax", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text", "lfm2", "lfm2_moe"),
-    *("granitemoehybrid", "nemotron_h", "kimi_linear", "bailing_hybrid"),
+    *("granitemoehybrid", "nemotron_h", "kimi_linear", "bailing_hybrid", "glm5_next_text", "deepseek_v4"),
 )
 """Families with layers that keep a state instead of keys and values."""
 

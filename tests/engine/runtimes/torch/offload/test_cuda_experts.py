@@ -204,7 +204,7 @@ def test_experts_give_torchs_results(name: str, fused: bool, dtype: torch.dtype,
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["BF16", "Q8_0", "MXFP4", "AFFINE4", "OCP_MXFP4", "GROUPED_NVFP4"])
 def test_biases_and_a_gate_of_its_own(name: str, fused: bool, launcher: EmulatedLauncher) -> None:
-    gate = Activation("clamped", 1.7, 7.0)
+    gate = Activation("clamped", 1.7, 7.0, 1.0)
     slot, layout = expert(all_of(name, fused), 256, 128, biases="BF16" if name == "BF16" else "F32")
     rows = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
     out = torch.zeros(5, 256)

@@ -45,7 +45,9 @@ def test_every_family_is_recognised(family: str) -> None:
         assert found == {expected, *(Activation("clamped_silu", limit=limit) for limit in config.swiglu_limits[3:])}
         return
     if family == "gpt_oss":
-        expected = Activation("clamped", config.swiglu_alpha, config.swiglu_limit)
+        expected = Activation("clamped", config.swiglu_alpha, config.swiglu_limit, 1.0)
+    elif family in ("glm5_next_text", "deepseek_v4"):
+        expected = Activation("clamped", 1.0, config.swiglu_limit)
     elif family == "gemma4_text":
         expected = Activation("gelu_tanh")
     elif family.startswith("nemotron_h"):  # whose experts multiply what they give by itself
@@ -93,7 +95,7 @@ def test_a_limit_alone_is_that_of_silu_behind_it() -> None:
 
 
 def test_the_clamped_gate_takes_its_numbers_from_the_module() -> None:
-    right = Activation("clamped", 1.702, 7.0)
+    right = Activation("clamped", 1.702, 7.0, 1.0)
     assert family_gate(right, alpha=1.702, limit=7.0).activation == right
     assert family_gate(right, alpha=1.0, limit=7.0).activation is None
     assert family_gate(right, alpha=1.702, limit=9.0).activation is None
