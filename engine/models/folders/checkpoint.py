@@ -45,7 +45,7 @@ from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.mapped_file import MappedFile, OwnMemory, aligned
 from engine.models.formats.model_files import Change, ExpertWeights, Repacked, StoredTensor
 from engine.models.formats.number_formats import is_grouped, is_packed, stored_bytes, words_dtype
-from engine.models.formats.repacking import Repacking, ScaleTable
+from engine.models.formats.repacking import Repacking, ScaleTable, WidenedPowers
 from engine.models.formats.safetensors_files import TensorEntry, read_header
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Checkpoint:
         self._files = {name: MappedFile(folder / name) for name in headers if name != REPACKED}
         if nbytes := _repacked_bytes(headers):
             self._files[REPACKED] = OwnMemory(REPACKED, nbytes)
-        self._made: set[Repacking | ScaleTable] = set()
+        self._made: set[Repacking | ScaleTable | WidenedPowers] = set()
         self._trunk: dict[str, tuple[str, TensorEntry]] = {}
         shape = expert_shape(config, family)
         method = method_of(config) if schemes(config) else None
@@ -220,7 +220,7 @@ def _repacked_bytes(headers: Headers) -> int:
     return max((entry.stop for file, entry in parts if file == REPACKED), default=0)
 
 
-def _said_of(made: Sequence[Repacking | ScaleTable], config: Mapping[str, Any]) -> list[str]:
+def _said_of(made: Sequence[Repacking | ScaleTable | WidenedPowers], config: Mapping[str, Any]) -> list[str]:
     """Lines for the person about what was ``made``."""
     lines, weights = [], [each for each in made if isinstance(each, Repacking)]
     nbytes = sum(each.nbytes for each in weights)

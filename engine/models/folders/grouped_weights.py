@@ -1,7 +1,8 @@
 """Weights whose codes, scales and biases are tensors of their own, gathered into one tensor of a grouped number format.
 
 mlx-lm saves a quantised ``x.weight`` as uint32 words with ``x.scales`` and ``x.biases``. gpt-oss is published with
-``x_blocks`` and ``x_scales``, and models in FP8 with ``x`` and ``x_scale_inv`` or ``x_scale``. What vLLM's tools write
+``x_blocks`` and ``x_scales``, and models in FP8 with ``x`` and ``x_scale_inv`` or ``x_scale``, DeepSeek V4 with
+``x.weight`` and ``x.scale``, also of its experts in MXFP4. What vLLM's tools write
 has zero points instead of biases (:data:`_FORMS`), so that biases, and codes that lie otherwise, are computed when the
 model is loaded (:mod:`engine.models.formats.repacking`).
 """
@@ -28,7 +29,7 @@ from engine.models.formats.number_formats import (
     scales_shape,
     stored_bytes,
 )
-from engine.models.formats.repacking import Repacking, ScaleTable
+from engine.models.formats.repacking import POWERS, Repacking, ScaleTable, WidenedPowers
 from engine.models.formats.safetensors_files import ALIGNMENT, TensorEntry
 
 _SCALES = ("BF16", "F16", "F32")
@@ -62,7 +63,8 @@ def gathered(headers: Headers, config: Mapping[str, Any]) -> Headers:
             stored = (
                 _mlx(headers, where, file, name, entry, config, taken, memory)
                 or _published(headers, where, file, name, taken)
-                or _fp8(headers, where, file, name, config, taken)
+                or _fp4(headers, where, file, name, config, taken)
+                or _fp8(headers, where, file, name, config, taken, memory)
             )
             headers_found[file][name] = entry if stored is None else stored
     return {
@@ -109,10 +111,32 @@ def _published(headers: Headers, where: Mapping[str, str], file: str, name: str,
     return _checked(file, name, entry, shape, Groups(4, 32, "mxfp4"), [(where[own], headers[where[own]][own])])
 
 
-def _fp8(
+def _fp4(
     headers: Headers, where: Mapping[str, str], file: str, name: str, config: Mapping[str, Any], taken: set[str]
 ) -> TensorEntry | None:
-    entry, own = headers[file][name], name + ("_scale" if name + "_scale" in where else "_scale_inv")
+    """The place of experts of DeepSeek V4, which are MXFP4 beside FP8."""
+    entry, own = headers[file][name], name.removesuffix(".weight") + ".scale"
+    if entry.dtype not in ("I8", "U8") or own == name + ".scale" or own not in where or not has_fp8(config):
+        return None
+    taken.add(own)
+    scales = headers[where[own]][own]
+    if scales.dtype == "F8_E8M0":
+        scales = replace(scales, dtype="U8")
+    shape = (*entry.shape[:-1], entry.shape[-1] * 2) if len(entry.shape) > 1 else ()
+    return _checked(file, name, entry, shape, Groups(4, SMALLEST_GROUP, "mxfp4"), [(where[own], scales)])
+
+
+def _fp8(
+    headers: Headers,
+    where: Mapping[str, str],
+    file: str,
+    name: str,
+    config: Mapping[str, Any],
+    taken: set[str],
+    memory: _Memory,
+) -> TensorEntry | None:
+    names = (name + "_scale", name.removesuffix(".weight") + ".scale", name + "_scale_inv")
+    entry, own = headers[file][name], next((each for each in names if each in where), names[-1])
     if entry.dtype != "F8_E4M3" or not has_fp8(config):
         return None
     if own not in where:
@@ -126,12 +150,16 @@ def _fp8(
     shape = entry.shape
     whole = len(shape) == 2 or (len(shape) > 2 and shape[-2] % BLOCK_SIDE == 0)
     fits = whole and min(shape) > 0 and fp8_side(shape, scales.shape) is not None
-    if not fits or scales.dtype not in _SCALES:
+    if not fits or scales.dtype not in (*_SCALES, POWERS):
         raise damaged(
             f"{file}: tensor {name} of shape {list(shape)} does not fit to its scales "
             f"({scales.dtype} {list(scales.shape)}): they are those neither of blocks of {BLOCK_SIDE} by {BLOCK_SIDE} "
             "nor of rows nor of the whole"
         )
+    if scales.dtype == POWERS:
+        place = memory.place("BF16", scales.shape)
+        made = WidenedPowers(name, place, (where[own], scales))
+        return TensorEntry("BLOCK_FP8", shape, entry.start, entry.stop, ((REPACKED, place),), made=made)
     return TensorEntry("BLOCK_FP8", shape, entry.start, entry.stop, ((where[own], scales),))
 
 

@@ -149,6 +149,36 @@ class ScaleTable:
         return self.nbytes
 
 
+POWERS = "F8_E8M0"
+"""safetensors' name of numbers of a byte that are powers of two."""
+
+
+@dataclass(frozen=True, eq=False)
+class WidenedPowers:
+    """How the ``scales`` in bfloat16 of the FP8 matrix ``name`` are computed from ``stored`` powers of two, which are
+    an exponent each (E8M0)."""
+
+    name: str
+    scales: TensorEntry
+    stored: tuple[str, TensorEntry]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in memory."""
+        return self.scales.nbytes
+
+    def run(self, files: Mapping[str, MappedFile], memory: MappedFile) -> int:
+        """Compute the scales, and return their bytes. Raises ModelError if one of them is no number."""
+        file, entry = self.stored
+        exponents = files[file].tensor("U8", entry.shape, entry.start).words
+        if (exponents == 255).any():
+            raise damaged(f"Scales of {self.name} are no numbers")
+        # The smallest power has an exponent of its own in bfloat16: it is half of the smallest normal number.
+        words = np.where(exponents == 0, 64, exponents.astype(np.uint16) << 7).astype(np.uint16)
+        memory.tensor("BF16", self.scales.shape, self.scales.start).words[...] = words
+        return self.nbytes
+
+
 def _e4m3() -> NDArray[np.float32]:
     """The 256 numbers of E4M3 by their bytes. The two bytes that are no number get infinities, so that what is computed
     with them is seen to be none."""

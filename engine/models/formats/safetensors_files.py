@@ -19,7 +19,7 @@ from engine.errors import ModelError, damaged, shown
 from engine.models.formats.number_formats import WIDTHS
 
 if TYPE_CHECKING:
-    from engine.models.formats.repacking import Repacking, ScaleTable
+    from engine.models.formats.repacking import Repacking, ScaleTable, WidenedPowers
 
 HEADER_LIMIT = 100_000_000
 """Largest header in bytes, as the safetensors library has it."""
@@ -46,7 +46,7 @@ class TensorEntry:
     stop: int
     groups: tuple[tuple[str, TensorEntry], ...] = ()
     step: int = 0
-    made: Repacking | ScaleTable | None = None
+    made: Repacking | ScaleTable | WidenedPowers | None = None
 
     @property
     def nbytes(self) -> int:
