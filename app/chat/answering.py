@@ -146,7 +146,7 @@ def ends_of(turn: ChatTurn, event: Finished) -> list[tuple[State, str]]:
         return [completed(turn.answer, turn.begun, event)]
     sampling, ends = event.sampling or Sampling(), list[tuple[State, str]]()
     for answer, sample, temperature in zip(turn.answers, event.samples, turn.temperatures, strict=False):
-        one = msgspec.structs.replace(
+        own_event = msgspec.structs.replace(
             event,
             text=sample.text,
             finish_reason=sample.finish_reason,
@@ -157,7 +157,7 @@ def ends_of(turn: ChatTurn, event: Finished) -> list[tuple[State, str]]:
             reasoning_s=answer.thoughts.seconds,
             sampling=msgspec.structs.replace(sampling, temperature=temperature),
         )
-        ends.append(completed(answer, NOTHING, one))
+        ends.append(completed(answer, NOTHING, own_event))
     return ends + [("stopped", "Stopped.")] * (len(turn.answers) - len(ends))
 
 

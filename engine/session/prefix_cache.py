@@ -106,12 +106,12 @@ class PrefixCache:
     def closest(self, prompt: Sequence[int]) -> Closest | None:
         """What was kept, or given up, that shares most with ``prompt``; None if there was nothing."""
         rows = [row for row in (self._latest, *self._kept, *self._used) if row.rows is not None]
-        kept: list[tuple[int, int]] = [(shared_length(row.tokens, prompt), 1) for row in rows]
-        kept += [(shared_length(tokens.tolist(), prompt), 0) for tokens, _ in self._given_up]
-        if not kept:
+        lengths: list[tuple[int, int]] = [(shared_length(row.tokens, prompt), 1) for row in rows]
+        lengths += [(shared_length(tokens.tolist(), prompt), 0) for tokens, _ in self._given_up]
+        if not lengths:
             return None
-        best = max(range(len(kept)), key=kept.__getitem__)
-        shared = kept[best][0]
+        best = max(range(len(lengths)), key=lengths.__getitem__)
+        shared = lengths[best][0]
         if best >= len(rows):
             tokens, client = self._given_up[best - len(rows)]
             return Closest.of(tokens, shared, client, given_up=True)

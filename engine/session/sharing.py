@@ -93,14 +93,14 @@ class PassLog:
     def shares(self) -> list[PassShare]:
         """The parts of the programs that ask, by their names."""
         shares = []
-        for program in sorted({each.program for each in self._answers.values()}):
-            answers = [each for each in self._answers.values() if each.program == program]
+        for program in sorted({answer.program for answer in self._answers.values()}):
+            answers = [answer for answer in self._answers.values() if answer.program == program]
             shares.append(
                 PassShare(
                     program=program,
                     answers=len(answers),
-                    rows=sum(each.rows_per_pass for each in answers),
-                    tokens_per_s=sum(each.tokens_per_s for each in answers),
+                    rows=sum(answer.rows_per_pass for answer in answers),
+                    tokens_per_s=sum(answer.tokens_per_s for answer in answers),
                 )
             )
         return shares

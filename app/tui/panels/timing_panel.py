@@ -140,16 +140,18 @@ class TimingView(Rendered):
         self.remake()
 
     def make(self, width: int) -> Content:
-        found = self._measured(width)
+        content = self._measured(width)
         if self._timing is None:
-            return found
+            return content
         shared = share_words(self._timing)
         if shared:
-            found = Content("\n").join([Content.styled(shared[0], "bold"), *map(Content, shared[1:]), Content(), found])
+            content = Content("\n").join(
+                [Content.styled(shared[0], "bold"), *map(Content, shared[1:]), Content(), content]
+            )
         if not self._timing.sampled:
-            return found
+            return content
         note = "Only a few steps a second are measured, because measuring slows them down on a GPU."
-        return Content("\n").join([found, Content(), Content.styled(note, "$foreground-muted")])
+        return Content("\n").join([content, Content(), Content.styled(note, "$foreground-muted")])
 
     def _measured(self, width: int) -> Content:
         timing = self._timing
