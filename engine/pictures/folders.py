@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.models.architectures.gguf_tower import tower_entries
+from engine.models.architectures.gguf_tower import Axes, moved_axes, tower_entries
 from engine.models.folders.checkpoint import EXPERT_DTYPES, safetensors_headers
 from engine.models.folders.model_folder import TOWER
 from engine.models.formats.gguf_file import GgufFile
@@ -21,14 +21,12 @@ from engine.pictures.sight import TOWERS, Sight, sight_of
 @dataclass(frozen=True)
 class TowerTensor:
     """The places of a tensor of a tower in a file. Several ``entries`` are its parts, side by side in its third
-    dimension.
-
-    ``colours_first``: its columns are the colours, rows and columns of a patch, not rows, columns and colours.
+    dimension. ``axes``: what brings it into the module's order.
     """
 
     path: Path
     entries: tuple[TensorEntry, ...]
-    colours_first: bool = False
+    axes: Axes | None = None
 
     @property
     def dtype(self) -> str:
@@ -37,8 +35,8 @@ class TowerTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.entries[0].shape
-        if self.colours_first:
-            return (first[0], math.prod(first[1:]))
+        if self.axes is not None:
+            return self.axes[2]
         return first if len(self.entries) == 1 else (*first[:2], len(self.entries), *first[2:])
 
     @property
@@ -83,7 +81,7 @@ def tower_tensors(folder: Path, sight: Sight) -> dict[str, TowerTensor]:
         path = next(home.glob("*.gguf"))
         with GgufFile(path) as gguf:
             return {
-                name: TowerTensor(path, entries, colours_first=len(entries) == 1 and len(entries[0].shape) == 4)
+                name: TowerTensor(path, entries, moved_axes(name, entries[0].shape) if len(entries) == 1 else None)
                 for name, entries in tower_entries(gguf).items()
             }
     if not any(folder.glob("*.safetensors")):

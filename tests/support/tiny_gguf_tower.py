@@ -22,7 +22,11 @@ def write_tiny_tower(
     """The tower of the model in the folder ``seeing`` as ``path``, its matrices in ``kind``. ``width``: what it says of
     the language model's width, if that is another."""
     config = json.loads((seeing / "config.json").read_text())
-    vision, gemma = config["vision_config"], config["model_type"] == "gemma4"
+    vision, gemma = config["vision_config"], config["model_type"].startswith("gemma4")
+    unified = config["model_type"] == "gemma4_unified"
+    if unified:  # it has no layers
+        vision |= {"num_hidden_layers": 0, "hidden_size": vision["mm_embed_dim"], "intermediate_size": 0}
+        vision["num_attention_heads"] = 0
     depth = vision["num_hidden_layers" if gemma else "depth"]
     writer = GGUFWriter(path, "clip")
     writer.add_type("mmproj")
@@ -35,7 +39,7 @@ def write_tiny_tower(
     writer.add_vision_head_count(vision["num_attention_heads" if gemma else "num_heads"])
     writer.add_vision_attention_layernorm_eps(1e-6)
     if gemma:
-        writer.add_clip_vision_projector_type(VisionProjectorType.GEMMA4V)
+        writer.add_clip_vision_projector_type("gemma4uv" if unified else VisionProjectorType.GEMMA4V)
         writer.add_vision_image_size(224)
         writer.add_vision_image_mean([0.0, 0.0, 0.0])
         writer.add_vision_image_std([1.0, 1.0, 1.0])
@@ -51,7 +55,7 @@ def write_tiny_tower(
         writer.add_vision_use_gelu(True)
         deep = vision.get("deepstack_visual_indexes", ())
         writer.add_vision_is_deepstack_layers([layer in deep for layer in range(depth)])
-    for name, values in (_gemma_tensors if gemma else _tensors)(seeing, depth):
+    for name, values in (_unified_tensors if unified else _gemma_tensors if gemma else _tensors)(seeing, depth):
         fits = values.ndim > 1 and values.shape[-1] % 32 == 0 and not (gemma and "position" in name)
         packed = kind if fits else GGMLQuantizationType.F32
         writer.add_tensor(name, quantize(values, packed), raw_dtype=packed)
@@ -86,6 +90,28 @@ def _tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:
             yield f"{here}.{end}.1", np.ascontiguousarray(second, np.float32)
         else:
             yield f"{here}.{end}", values.astype(np.float32)
+
+
+def _unified_tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:
+    names = {
+        "model.vision_embedder.patch_dense.": "v.patch_embd.",
+        "model.vision_embedder.patch_ln1.": "v.patch_norm.1.",
+        "model.vision_embedder.patch_ln2.": "v.patch_norm.2.",
+        "model.vision_embedder.pos_norm.": "v.patch_norm.3.",
+        "model.vision_embedder.pos_embedding": "v.position_embd.weight",
+        "model.embed_vision.embedding_projection.": "mm.input_projection.",
+    }
+    for name, values in load_file(seeing / "model.safetensors").items():
+        beginning = next((each for each in names if name.startswith(each)), None)
+        if beginning is None:
+            continue
+        if name.endswith(("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")):
+            side = int((values.shape[-1] // 3) ** 0.5)
+            pixels = values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+            values = pixels.reshape(values.shape)  # noqa: PLW2901
+        if name.endswith("pos_embedding"):
+            values = values.swapaxes(0, 1)  # noqa: PLW2901
+        yield names[beginning] + name.removeprefix(beginning), np.ascontiguousarray(values, np.float32)
 
 
 def _gemma_tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:

@@ -18,13 +18,16 @@ from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.safetensors_files import TensorEntry
 
-_QWEN, _GEMMA = "qwen3vl_merger", "gemma4v"
+_QWEN, _GEMMA, _UNIFIED = "qwen3vl_merger", "gemma4v", "gemma4uv"
 """llama.cpp's names of the towers that are known."""
-_KINDS = {"gemma4": _GEMMA, **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), _QWEN)}
+_KINDS = {
+    "gemma4": (_GEMMA, _UNIFIED),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), (_QWEN,)),
+}
 """The towers of whole models, by their ``model_type``."""
 _DEEP = ("qwen3_vl", "qwen3_vl_moe")
 """Models that also read features of single layers of their tower (deepstack)."""
-_PLACEHOLDERS = {_QWEN: "<|image_pad|>", _GEMMA: "<|image|>"}
+_PLACEHOLDERS = {_QWEN: "<|image_pad|>", _GEMMA: "<|image|>", _UNIFIED: "<|image|>"}
 """The token that stands for a picture in a prompt."""
 _AROUND = {"boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
 """The tokens before and after a picture of Gemma, by the settings that have their ids."""
@@ -63,6 +66,16 @@ _GEMMA_NAMES = (
     (r"v\.blk\.(\d+)\.ffn_post_norm\.weight", _LAYER + "post_feedforward_layernorm.weight"),
     (r"mm\.input_projection\.weight", "embed_vision.embedding_projection.weight"),
 )
+_UNIFIED_NAMES = (
+    (r"v\.patch_embd\.(\w+)", r"patch_dense.\1"),
+    (r"v\.patch_norm\.([12])\.(\w+)", r"patch_ln\1.\2"),
+    (r"v\.patch_norm\.3\.(\w+)", r"pos_norm.\1"),
+    (r"v\.position_embd\.weight", "pos_embedding"),
+    (r"mm\.input_projection\.weight", "multimodal_embedder.embedding_projection.weight"),
+)
+_NAMES = {_QWEN: _QWEN_NAMES, _GEMMA: _GEMMA_NAMES, _UNIFIED: _UNIFIED_NAMES}
+_OF_PATCHES = ("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")
+"""Tensors with a number for each colour of each pixel of a patch."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,7 @@ def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -
     metadata = Metadata(tower)
     kind = _kind_of(tower)
     whole_type = _whole(config)
-    if not kind or kind != _KINDS.get(whole_type):
+    if not kind or kind not in _KINDS.get(whole_type, ()):
         return None
     if metadata.number("vision.projection_dim") != config["hidden_size"] or _PLACEHOLDERS[kind] not in tokens:
         return None
@@ -102,12 +115,15 @@ def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -
     if bool(deep) != (whole_type in _DEEP):
         return None
     whole: dict[str, Any] = {"model_type": whole_type, "image_token_id": tokens.index(_PLACEHOLDERS[kind])}
-    if kind == _GEMMA:
+    if kind != _QWEN:
         text = dict(config)
         if not config.get("hidden_size_per_layer_input"):
             # Files do not say it. Those with embeddings of their own for each layer are published without.
             text["use_bidirectional_attention"] = "vision"
         whole |= {key: tokens.index(token) for key, token in _AROUND.items() if token in tokens}
+        if kind == _UNIFIED:
+            whole["model_type"] = "gemma4_unified"
+            return TowerSettings(whole | {"vision_config": _unified(tower, metadata), "text_config": text}, {})
         return TowerSettings(whole | {"vision_config": _gemma(tower, metadata), "text_config": text}, {})
     vision = _qwen(tower, metadata, config["hidden_size"])
     if deep:
@@ -127,7 +143,7 @@ def _kind_of(tower: GgufFile) -> str:
     """What the file calls its tower; empty if it is of no known kind."""
     known = tower.metadata.get("general.architecture") == "clip"
     kind = tower.metadata.get("clip.vision.projector_type") or tower.metadata.get("clip.projector_type")
-    return kind if known and kind in (_QWEN, _GEMMA) else ""
+    return kind if known and kind in _NAMES else ""
 
 
 def _deep_layers(metadata: Metadata) -> list[int]:
@@ -168,6 +184,24 @@ def _gemma(tower: GgufFile, metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _unified(tower: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    """Raises ModelError if a patch is not square."""
+    patch, dense = metadata.number("vision.patch_size"), tensor_of(tower, "v.patch_embd.weight")
+    side = math.isqrt(dense.shape[-1] // 3)
+    if 3 * side**2 != dense.shape[-1] or side % patch:
+        raise ModelError(
+            f"{tower.path} is damaged: its patches have {dense.shape[-1]} numbers, not three colours of a square of a "
+            f"multiple of {patch} pixels; download it again."
+        )
+    return {
+        "patch_size": patch,
+        "pooling_kernel_size": side // patch,
+        "mm_embed_dim": dense.rows,
+        "mm_posemb_size": max(1, tensor_of(tower, "v.position_embd.weight").rows // 2),
+        "output_proj_dims": dense.rows,
+    }
+
+
 def _three(tower: GgufFile, values: Any) -> list[float]:
     """Raises ModelError if ``values`` are not three numbers."""
     if not isinstance(values, list) or len(values) != 3 or not all(isinstance(each, float) for each in values):
@@ -179,20 +213,35 @@ def _three(tower: GgufFile, values: Any) -> list[float]:
 
 def tower_entries(tower: GgufFile) -> dict[str, tuple[TensorEntry, ...]]:
     """The places of the tensors of the file, by their names in transformers' module."""
-    is_qwen = _kind_of(tower) == _QWEN
+    kind = _kind_of(tower)
     entries: dict[str, tuple[TensorEntry, ...]] = {}
     deep: list[int] = []
-    if is_qwen:
+    if kind == _QWEN:
         entries["patch_embed.proj.weight"] = tuple(_entry(tower, name) for name in _HALVES)
         deep = _deep_layers(Metadata(tower))
     for name in tower.tensors:
         # Files number what reads single layers by the layer.
         numbered = re.sub(r"(?<=v\.deepstack\.)\d+", lambda layer: _place(deep, int(layer[0])), name)
-        for pattern, instead in _QWEN_NAMES if is_qwen else _GEMMA_NAMES:
+        for pattern, instead in _NAMES[kind]:
             match = re.fullmatch(pattern, numbered)
             if match is not None:
                 entries[match.expand(instead)] = (_entry(tower, name),)
     return entries
+
+
+Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""The shape in which axes of a tensor are moved, their new order, and the shape that the result has."""
+
+
+def moved_axes(name: str, shape: tuple[int, ...]) -> Axes | None:
+    """What brings the tensor called ``name`` in transformers' module from its ``shape`` in a file into the module's
+    order; None: it is in it. Files have the colours of a patch before its rows and columns, and tables apart."""
+    if len(shape) == 4:
+        return shape, (0, 2, 3, 1), (shape[0], math.prod(shape[1:]))
+    if name in _OF_PATCHES:
+        side = math.isqrt(shape[-1] // 3)
+        return (math.prod(shape[:-1]), 3, side, side), (0, 2, 3, 1), shape
+    return (shape, (1, 0, 2), (shape[1], shape[0], shape[2])) if name == "pos_embedding" and len(shape) == 3 else None
 
 
 def _place(deep: list[int], layer: int) -> str:

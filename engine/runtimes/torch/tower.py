@@ -120,7 +120,8 @@ def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
             words = [file.tensor(entry.dtype, entry.shape, entry.start) for entry in tensor.entries]
             parts = [numbers_on(cpu, part, torch.float32) for part in words]
             values = parts[0] if len(parts) == 1 else torch.stack(parts, 2)
-            values = values.permute(0, 2, 3, 1) if tensor.colours_first else values
+            if tensor.axes is not None:
+                values = values.reshape(tensor.axes[0]).permute(tensor.axes[1])
             put(module, name, values.reshape(shape))
     for part in [module, *module.children()]:
         if isinstance(part, PreTrainedModel):

@@ -91,7 +91,7 @@ def test_a_prompt_and_steps_are_the_whole_models(
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("kind", [kind for kind in TINY_SEEING if kind != "gemma4_unified"])
+@pytest.mark.parametrize("kind", TINY_SEEING)
 def test_a_gguf_file_and_its_tower_are_the_whole_model(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subject: Subject, kind: str
 ) -> None:
@@ -104,7 +104,7 @@ def test_a_gguf_file_and_its_tower_are_the_whole_model(
     assert model.pictures is not None
     sight = model.pictures.sight
     assert (sight.placeholder, sight.before, sight.after) == (PLACEHOLDER, *(((151,), (152,)) if gemma else ((), ())))
-    assert sight.together == (kind in ("gemma4", "gemma4_dense"))
+    assert sight.together == (kind in ("gemma4", "gemma4_dense", "gemma4_unified"))
     tokens = tokens_of(model, PROMPT)
     theirs = whole_logits(folders[kind], [*PROMPT, *ANSWER], sight.most)
     rows, ours = read(model, tokens, 1000)

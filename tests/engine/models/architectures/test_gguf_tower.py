@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from engine.errors import ModelError
-from engine.models.architectures.gguf_tower import settings_of, tower_entries
+from engine.models.architectures.gguf_tower import moved_axes, settings_of, tower_entries
 from engine.models.formats.gguf_file import GgufFile
 from tests.support.tiny_gguf_tower import write_tiny_tower
 from tests.support.tiny_seeing import write_tiny_seeing
@@ -76,6 +77,41 @@ def test_what_is_read_of_a_gemma(tmp_path: Path) -> None:
     stored = load_file(seeing / "model.safetensors")
     beginnings = ("model.vision_tower.", "model.embed_vision.")
     assert entries.keys() == {name.removeprefix("model.") for name in stored if name.startswith(beginnings)}
+
+
+def test_what_is_read_of_a_gemma_without_layers(tmp_path: Path) -> None:
+    seeing = write_tiny_seeing(tmp_path / "seeing", "gemma4_unified")
+    written = json.loads((seeing / "config.json").read_text())["vision_config"]
+    config = {"model_type": "gemma4_text", "hidden_size": 48}
+    with GgufFile(write_tiny_tower(tmp_path / "mmproj.gguf", seeing)) as file:
+        found = settings_of(file, config, ["<|image|>"])
+        entries = tower_entries(file)
+        file.metadata["clip.vision.patch_size"] = 5
+        with pytest.raises(ModelError, match="patches have 432 numbers"):
+            settings_of(file, config, ["<|image|>"])
+    assert found is not None and found.config["model_type"] == "gemma4_unified"
+    vision = found.config["vision_config"]
+    assert vision == {key: written[key] for key in vision}
+    assert found.config["text_config"]["use_bidirectional_attention"] == "vision"
+    stored = load_file(seeing / "model.safetensors")
+    shapes = {
+        name.replace("model.vision_embedder.", "").replace("model.embed_vision.", "multimodal_embedder."): values.shape
+        for name, values in stored.items()
+        if "vision" in name
+    }
+    assert entries.keys() == shapes.keys()
+    for name, (entry,) in entries.items():
+        axes = moved_axes(name, entry.shape)
+        assert (entry.shape if axes is None else axes[2]) == shapes[name]
+
+
+def test_axes_are_moved_into_the_modules_order() -> None:
+    colours = np.arange(2 * 12).reshape(2, 12)
+    kept, order, shape = moved_axes("patch_dense.weight", (2, 12)) or ((), (), ())
+    moved = colours.reshape(kept).transpose(order).reshape(shape)
+    assert moved[0].tolist() == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
+    assert moved_axes("patch_ln2.weight", (12,)) is None
+    assert moved_axes("pos_embedding", (2, 7, 5)) == ((2, 7, 5), (1, 0, 2), (7, 2, 5))
 
 
 def test_all_tensors_have_a_place(tower: GgufFile, seeing: Path) -> None:
