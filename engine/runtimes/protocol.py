@@ -226,7 +226,8 @@ class LoadedModel(LoadedWeights):
 
     @property
     def rows_together(self) -> int:
-        """Maximum number of rows in a step of :meth:`step_together` that each get the bits of a step alone."""
+        """Maximum number of rows in a step of :meth:`step_together`. In native each gets the bits of a step alone, in
+        others the same logits but for their rounding."""
         return 1
 
     def step_together(self, steps: Sequence[tuple[TokenRows, Sequence[int]]]) -> Sequence[Logits]:

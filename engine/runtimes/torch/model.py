@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers.cache_utils import Cache
 
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
@@ -22,13 +23,17 @@ from engine.moe.timing import Part, Phase, Recorder
 from engine.pictures.shown import PicturePass
 from engine.runtimes.common.model import LocalModel, LocalRows
 from engine.runtimes.protocol import Fill, Logits, RowArray, RowPart, TokenRows
-from engine.runtimes.torch.cache import AnyCache, contents_of, empty_cache, fill_cache
+from engine.runtimes.torch.cache import AnyCache, KeyValueCache, contents_of, empty_cache, fill_cache
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.offload.devices import DeviceLost
 from engine.runtimes.torch.offload.torch_tensors import kernels_for
 from engine.runtimes.torch.packed_modules import numbers_kept_packed
 from engine.runtimes.torch.picture_inputs import picture_inputs
+from engine.runtimes.torch.steps_together import attention_of_texts, can_step_together
+
+ROWS_TOGETHER = 16
+"""Maximum rows of several texts in one step."""
 
 
 class TorchTokenRows(LocalRows):
@@ -64,6 +69,11 @@ class TorchTokenRows(LocalRows):
         pictures: PicturePass | None = None,
     ) -> Logits | None:
         return self._model.run(phase, tokens, self._cache, want_logits, pictures)
+
+    @property
+    def plain_cache(self) -> KeyValueCache | None:
+        """The cache, if a step of the rows needs nothing else."""
+        return self._cache if isinstance(self._cache, KeyValueCache) and not self._pictures else None
 
     def _cut(self, length: int) -> None:
         """This costs nothing, and the buffers stay."""
@@ -123,6 +133,7 @@ class TorchModel(LocalModel):
         self.executor = executor
         self._shared = shared
         self._logits = logits
+        self._steps_together = can_step_together(config, empty_cache(config))
         module.get_output_embeddings().register_forward_pre_hook(compact_input)
 
     @property
@@ -195,9 +206,39 @@ class TorchModel(LocalModel):
             check = self.between_layers if phase == "prefill" else None
             layers = decoder_layers(self._module)
             with checked(layers, check), experts_of_last(layers, int(want_logits) if phase == "prefill" else None):
-                logits = self.with_room(lambda: self._forward(tokens, cache, want_logits, pictures))
+                start = cache.position.length
+                positions = torch.arange(start, start + len(tokens[0]), device=self.device).expand(len(tokens), -1)
+                logits = self.with_room(lambda: self._forward(tokens, cache, positions, want_logits, pictures))
         cache.commit(len(tokens[0]))
         return logits
+
+    @property
+    def rows_together(self) -> int:
+        return ROWS_TOGETHER if self._steps_together else 1
+
+    def step_together(self, steps: Sequence[tuple[TokenRows, Sequence[int]]]) -> Sequence[Logits]:
+        caches: list[KeyValueCache] = []
+        for rows, tokens in steps:
+            assert isinstance(rows, TorchTokenRows)
+            if len(tokens) != rows.rows:
+                raise ValueError(f"{len(tokens)} tokens for {rows.rows} rows")
+            if rows.plain_cache is not None:
+                caches.append(rows.plain_cache)
+        if not self._steps_together or len(caches) < len(steps):
+            return super().step_together(steps)
+        counts = [len(tokens) for _, tokens in steps]
+        column = [[token] for _, tokens in steps for token in tokens]
+        starts = [[cache.position.length] for cache, count in zip(caches, counts, strict=True) for _ in range(count)]
+        with self.one_pass("decode", column):
+            self._hooks.match()
+            with attention_of_texts(base_of(self._module).config, caches, counts) as cache:
+                logits = self.with_room(
+                    lambda: self._forward(column, cache, torch.tensor(starts, device=self.device), True, None)
+                )
+        for each in caches:
+            each.commit(1)
+        assert logits is not None
+        return np.split(logits, np.cumsum(counts)[:-1])
 
     def with_room(self, work: Callable[[], Done]) -> Done:
         """The result of ``work``. If the GPU's memory runs out, the experts there make room and it runs again."""
@@ -209,13 +250,17 @@ class TorchModel(LocalModel):
                     raise
 
     def _forward(
-        self, tokens: list[list[int]], cache: AnyCache, want_logits: bool, pictures: PicturePass | None
+        self,
+        tokens: list[list[int]],
+        cache: Cache,
+        positions: torch.Tensor,
+        want_logits: bool,
+        pictures: PicturePass | None,
     ) -> Logits | None:
-        start = cache.position.length
         with torch.inference_mode(), kernels_for(len(tokens) * len(tokens[0]), self._convolves):
             inputs: dict[str, Any] = {
                 "input_ids": torch.tensor(tokens, device=self.device),
-                "position_ids": torch.arange(start, start + len(tokens[0]), device=self.device).expand(len(tokens), -1),
+                "position_ids": positions,
                 "past_key_values": cache,
                 "use_cache": True,
             }

@@ -90,7 +90,7 @@ def ask_all(setting: Setting, asking: list[Asking], rounds: int = 0) -> None:
 
 def told(finished: Finished | BaseException | None) -> tuple[Any, ...]:
     assert isinstance(finished, Finished), finished
-    beams = [(beam.token_ids, beam.score) for beam in finished.beams]
+    beams = [(beam.token_ids, round(beam.score, 3)) for beam in finished.beams]
     return finished.token_ids, [sample.token_ids for sample in finished.samples], beams
 
 
