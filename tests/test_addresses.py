@@ -69,8 +69,7 @@ THROUGH = {
     "engine/residency/test_mapped.py": "engine/system/durable_files",
     "engine/runtimes/mlx/test_measuring.py": "engine/bench/throughput",
     "engine/runtimes/mlx/test_model_oracle.py": "engine/runtimes/mlx/experts engine/runtimes/mlx/routing",
-    "engine/runtimes/native/test_model_oracle.py": "engine/moe/kernel_backend engine/runtimes/native/shape "
-    "engine/models/architectures/parts",
+    "engine/runtimes/native/test_model_oracle.py": "engine/moe/kernel_backend engine/models/architectures/parts",
     "engine/runtimes/test_choosing.py": "engine/doctor_facts",
     "engine/runtimes/test_protocol.py": "engine/moe/timing",
     "engine/runtimes/test_runtimes_gguf_packed.py": "engine/runtimes/torch/packed_modules "

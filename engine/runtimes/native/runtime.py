@@ -32,13 +32,13 @@ from engine.moe.timing import Recorder
 from engine.runtimes.common.loading import Runtime, files_with_experts, refuse_no_threads
 from engine.runtimes.common.node_experts import NodeExperts
 from engine.runtimes.native import rotary
+from engine.runtimes.native.activations import expert_gates
 from engine.runtimes.native.model import NativeModel, OpenedModel
 from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.shape import (
     Shape,
     bulk_dtype,
     compute_dtype,
-    expert_gates,
     read_shape,
     unsupported_shape,
 )

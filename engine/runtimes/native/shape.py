@@ -32,9 +32,7 @@ from engine.models.architectures.record import (
     BlockChoice,
     DecoderRecord,
     DeltaSizes,
-    Family,
     HeadNorm,
-    Limit,
     MambaSizes,
     MoeRecord,
     Norms,
@@ -44,7 +42,6 @@ from engine.models.architectures.record import (
     SharedExpert,
     StreamSizes,
     switched,
-    unlimited,
 )
 from engine.models.folders.sizes import STATE_COLUMNS
 from engine.models.formats.model_files import ModelFiles
@@ -52,19 +49,15 @@ from engine.models.formats.number_formats import stored_bytes
 from engine.moe.kernels.bindings import Dtype
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
+from engine.runtimes.native.activations import (
+    ACTIVATIONS,
+    activation_of,
+    expert_gates,
+    has_kernel,
+    limited_gates,
+    read_gate,
+)
 from engine.runtimes.native.bindings import HEAD_KINDS, MOST_STREAMS, MOST_TAPS
-
-ACTIVATIONS: dict[str, str] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-"""The kernels' activations by transformers' names."""
-WITHOUT_GATE: dict[str, str] = {"relu2": "relu", "xielu": "xielu"}
-"""The same for networks without a gate, where they multiply what they are given, or are functions of it alone."""
 
 
 @dataclass(frozen=True)
@@ -392,7 +385,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         context=whole_number(config, "max_position_embeddings"),
         epsilon=positive_number(config, decoder.epsilon_setting, 1e-6),
         gate=read_gate(config),
-        network_gates=_limited(config, decoder.limit),
+        network_gates=limited_gates(config, decoder.limit),
         expert_gates=expert_gates(config),
         has_gates=family.has_gates,
         windows=tuple(decoder.windows(config, layers)),
@@ -682,48 +675,14 @@ def _step_limits(config: Mapping[str, Any]) -> tuple[float, float]:
     return least, most
 
 
-def read_gate(config: Mapping[str, Any]) -> Gate:
-    """The function between the matrices of the feed-forward networks."""
-    if _is_clamped(FAMILIES[config["model_type"]]):
-        alpha, limit = positive_number(config, "swiglu_alpha", 1.702), positive_number(config, "swiglu_limit", 7.0)
-        return Gate("clamped", alpha, limit, beta=1.0)
-    return Gate(_kernels(FAMILIES[config["model_type"]])[_activation(config)])
-
-
-def expert_gates(config: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """The function within the routed experts of each layer. Raises ModelError if a setting of their limits is
-    impossible."""
-    moe = FAMILIES[config["model_type"]].moe
-    return _limited(completed(config), unlimited if moe is None else moe.limit)
-
-
-def _limited(config: Mapping[str, Any], limit: Limit) -> tuple[Gate, ...]:
-    gate, layers = read_gate(config), range(whole_number(config, "num_hidden_layers"))
-    limits = (limit(config, layer) for layer in layers)
-    return tuple(Gate("clamped_silu", limit=each) if each else gate for each in limits)
-
-
-def _is_clamped(family: Family) -> bool:
-    return family.activation == "clamped"
-
-
-def _kernels(family: Family) -> Mapping[str, str]:
-    """The kernels' activations by transformers' names."""
-    return ACTIVATIONS if family.has_gates else WITHOUT_GATE
-
-
-def _activation(config: Mapping[str, Any]) -> Any:
-    return completed(config).get(FAMILIES[config["model_type"]].decoder.activation_setting) or "silu"
-
-
 def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     """Why a model with this configuration does not have the common shape, in a few words; None if it has."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or not family.native:
         return f"it does not run the family {shown(config.get('model_type'))!r}"
     config = completed(config)
-    decoder, activation = family.decoder, _activation(config)
-    if activation not in _kernels(family) and not _is_clamped(family):
+    decoder, activation = family.decoder, activation_of(config)
+    if not has_kernel(family, activation):
         return f"the activation {shown(activation)} has no kernel"
     if family.moe is not None and config.get(family.moe.latent_key) is not None and config.get("mlp_bias"):
         return "the projections of the latents that its experts read have biases"

@@ -21,10 +21,8 @@ from engine.models.architectures.layer_rules import KINDS
 from engine.models.architectures.record import Family
 from engine.models.folders.sizes import check_sizes
 from engine.runtimes.mlx.families import unsupported_config
+from engine.runtimes.native.activations import ACTIVATIONS, WITHOUT_GATE, read_gate
 from engine.runtimes.native.shape import (
-    ACTIVATIONS,
-    WITHOUT_GATE,
-    read_gate,
     read_shape,
     rope_of_kind,
     unsupported_shape,
