@@ -68,25 +68,47 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
             spec.python = engine_forks.interpreter_of_workers([*config.args, *ignored])
 
 
+def _cases_are_named(config: pytest.Config) -> bool:
+    """Whether the command line names cases of tests."""
+    return any("[" in argument for argument in config.args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
+    """Make no items of soak's cases where they do not run: all workers would collect them, which are half of all, to
+    leave them out again."""
+    yield
+    if metafunc.config.option.markexpr != "not soak" or _cases_are_named(metafunc.config):
+        return
+    # Private, as pytest offers no way to take cases back. A test without any would have no parameters.
+    calls = metafunc._calls
+    wholly = metafunc.definition.get_closest_marker("soak") is not None
+    metafunc._calls = [
+        call for call in calls if not wholly and all(mark.name != "soak" for mark in call.marks)
+    ] or calls[:1]
+
+
+SAMPLED = 10
+"""Cases of a sampled test of which one runs in `make test`."""
 LEAST_CASES = 1
 """Minimum cases of a sampled test that run in `make test`, if its mark gives no other number."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class) -> Generator[None, Any, Any]:
-    """Mark five sixths of the cases of each sampled test as soak, unless cases are named on the command line.
+    """Mark nine tenths of the cases of each sampled test as soak, unless cases are named on the command line.
 
     Which ones depends on their names alone, so that every run has the same sample, and tests with the same parameters
     have different ones.
     """
     made = yield
-    named = any("[" in argument for argument in collector.config.args)
+    named = _cases_are_named(collector.config)
     cases = [item for item in made if not item.get_closest_marker("soak")] if isinstance(made, list) else []
     sampled = cases[0].get_closest_marker("sampled") if cases and not named else None
     if sampled is not None:
         least = sampled.kwargs.get("least", LEAST_CASES)
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in cases[max(least, -(-len(cases) // 6)) :]:
+        for item in cases[max(least, -(-len(cases) // SAMPLED)) :]:
             item.add_marker("soak")
     return made
 

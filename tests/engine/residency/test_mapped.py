@@ -77,12 +77,12 @@ def test_warming_up_leaves_no_page_to_the_first_question(large: Path):
     """What the runtime reads is in its own mapping, not only in memory; and copy-on-write pages are not copied."""
     files = open_model(large)
     weights = MappedWeights(large, in_use=files.mapped_files)
-    before = {mapped.path: resident_bytes(mapped.address, mapped.size) for mapped in files.mapped_files}
+    before = {mapped.path: resident_bytes((mapped.address, mapped.size)) for mapped in files.mapped_files}
     assert sum(before.values()) < weights.nbytes / 2
     for index in range(len(weights.sizes)):
         weights.touch(index)
     for mapped in files.mapped_files:
-        assert resident_bytes(mapped.address, mapped.size) >= mapped.size * 0.9
+        assert resident_bytes((mapped.address, mapped.size)) >= mapped.size * 0.9
     weights.close()
 
 
@@ -93,7 +93,7 @@ def test_the_native_runtime_names_the_mappings_it_reads(large: Path):
     ready = ResidentModel(model, large, Load(id=1, model=str(large)))
     assert ready.warmer is not None and ready.warmer.wait_until_warm()
     for mapped in model.mapped_files:
-        assert resident_bytes(mapped.address, mapped.size) >= mapped.size * 0.9
+        assert resident_bytes((mapped.address, mapped.size)) >= mapped.size * 0.9
     ready.close()
     model.close()
 

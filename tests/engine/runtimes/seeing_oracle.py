@@ -55,7 +55,12 @@ def tokens_of(model: LoadedModel, prompt: Prompt) -> list[int]:
 
 def whole_logits(folder: Path, prompt: Prompt, most: int = 0) -> Logits:
     """The logits [tokens, vocabulary] of transformers' own whole model after each token of ``prompt``. ``most``: tokens
-    of a picture, if not as the folder's files say."""
+    of a picture, if not as the folder's files say. Run once for the same arguments, whichever runtime is compared."""
+    return _whole_logits(folder, tuple(prompt), most)
+
+
+@functools.cache
+def _whole_logits(folder: Path, prompt: tuple[int | Picture, ...], most: int) -> Logits:
     model = _whole(folder)
     sight = read_sight(folder)
     assert sight is not None
@@ -92,6 +97,7 @@ def whole_logits(folder: Path, prompt: Prompt, most: int = 0) -> Logits:
         )
     with torch.inference_mode():
         logits: Logits = model(**inputs, use_cache=False).logits[0].float().numpy()
+    logits.flags.writeable = False
     return logits
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.runtimes.native import inputs as native_inputs
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 from tests.engine.runtimes.seeing_oracle import TRANSPOSED, Prompt, as_native_runs, see, tokens_of, whole_logits
 from tests.engine.runtimes.subjects import MLX, NATIVE, TORCH, Subject
+from tests.support.pairwise import pairwise
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, write_tiny_gguf
 from tests.support.tiny_gguf_tower import write_tiny_tower
@@ -31,6 +33,17 @@ PROMPT: Prompt = [5, 17, 101, FIRST, 42, 9, 77, SECOND, 30, 31]
 ANSWER = [88, 12, 64, 7]
 
 SUBJECTS = [pytest.param(subject, marks=subject.marks, id=subject.name) for subject in (NATIVE, TORCH, MLX)]
+EVERY_RUN = (TINY_SEEING, (NATIVE, TORCH, MLX), (1000, 11, 3))
+SAMPLED = pairwise(*EVERY_RUN)
+RUNS = [
+    pytest.param(
+        *row,
+        marks=[*row[1].marks, *(() if row in SAMPLED else (pytest.mark.soak,))],
+        id=f"{row[0]}-{row[1].name}-{row[2]}",
+    )
+    for row in product(*EVERY_RUN)
+]
+"""Models, runtimes, and numbers of tokens that are read at once."""
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +85,7 @@ def assert_near(ours: Logits, theirs: Logits, limit: float = LIMIT) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=limit * float(np.abs(theirs).max()))
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("kind", TINY_SEEING)
-@pytest.mark.parametrize("size", [1000, 11, 3])
+@pytest.mark.parametrize(("kind", "subject", "size"), RUNS)
 def test_a_prompt_and_steps_are_the_whole_models(
     folders: dict[str, Path], subject: Subject, kind: str, size: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.engine.runtimes.native_oracle import needs_kernels
 from tests.engine.runtimes.seeing_oracle import Prompt, as_native_runs, whole_logits
 from tests.engine.runtimes.subjects import needs_mlx
 from tests.engine.session.asking import Ask
+from tests.support.pairwise import pairwise
 from tests.support.tiny_seeing import TINY_SEEING, png, random_picture, write_speaking_seeing
 
 FIRST, SECOND = random_picture(40, 24), random_picture(40, 24, seed=1)
@@ -83,11 +85,18 @@ def greedy(folder: Path, prompt: Prompt, count: int = 4) -> list[int]:
 ASKED = ("<|im_start|>user\nsee[", FIRST, "]?<|im_end|>\n<|im_start|>assistant\n")
 
 
+NEEDS = {"native": (needs_kernels,), "torch": (), "mlx": (needs_mlx,)}
+EVERY_RUN = (TINY_SEEING, tuple(NEEDS), (512, 8))
+SAMPLED = pairwise(*EVERY_RUN)
+
+
 @pytest.mark.parametrize(
-    "runtime", [pytest.param("native", marks=needs_kernels), "torch", pytest.param("mlx", marks=needs_mlx)]
+    ("kind", "runtime", "chunk"),
+    [
+        pytest.param(*row, marks=[*NEEDS[row[1]], *(() if row in SAMPLED else (pytest.mark.soak,))])
+        for row in product(*EVERY_RUN)
+    ],
 )
-@pytest.mark.parametrize("kind", TINY_SEEING)
-@pytest.mark.parametrize("chunk", [512, 8])
 def test_an_answer_is_the_whole_models(
     folders: dict[str, Path], opened: Open, kind: str, runtime: str, chunk: int
 ) -> None:

@@ -36,6 +36,7 @@ from engine.session.session import Session
 from tests.engine.runtimes.native_oracle import needs_kernels
 from tests.support.controls import Nobody, Watching
 from tests.support.progress import quiet
+from tests.support.random_examples import examples
 from tests.support.tiny_models import write_tiny_model
 
 CASES = [
@@ -124,7 +125,7 @@ Asked = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(8))
 @given(asked=Asked)
 def test_each_answer_is_what_it_is_alone(loaded: Loaded, asked: list[tuple[str, int, bool]]) -> None:
     """Questions are asked after any number of rounds. To the bit, where a question was not asked before."""

@@ -34,10 +34,10 @@ def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
     assert page.nbytes == 512 << 20
     for array in page.arrays:
         assert not array[-1, -1, -1].any()
-        before = resident_bytes(array.ctypes.data, array.nbytes)
+        before = resident_bytes((array.ctypes.data, array.nbytes))
         array[:, :, :, 0] = 1
         written = array[:, :, :, 0].nbytes
-        assert resident_bytes(array.ctypes.data, array.nbytes) - before <= 2 * written
+        assert resident_bytes((array.ctypes.data, array.nbytes)) - before <= 2 * written
 
 
 @pytest.mark.sampled

@@ -110,7 +110,7 @@ def test_memory_is_given_back(family: str, loaded: Loaded) -> None:
 
     def resident(rows: NativeTokenRows) -> int:
         pages = [segment.page for segment in rows._cache._segments]
-        return sum(resident_bytes(array.ctypes.data, array.nbytes) for page in pages for array in page.arrays)
+        return resident_bytes(*((array.ctypes.data, array.nbytes) for page in pages for array in page.arrays))
 
     rows, _ = prefilled(model, None)
     before = resident(rows)

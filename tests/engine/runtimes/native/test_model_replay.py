@@ -4,6 +4,7 @@ pass: the bits are the same."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from tests.engine.runtimes.subjects import (
     StoredModel,
     prompt_of,
 )
+from tests.support.pairwise import in_turn
 
 pytestmark = needs_kernels
 
@@ -115,8 +117,16 @@ def check_steps(model: LoadedModel) -> None:
     assert_alone(model)
 
 
-@pytest.mark.parametrize("stored", NATIVE.stored)
-@pytest.mark.parametrize("family", NATIVE.families)
+BY_TURNS = in_turn(NATIVE.families, NATIVE.stored)
+
+
+@pytest.mark.parametrize(
+    ("family", "stored"),
+    [
+        pytest.param(*row, marks=() if row in BY_TURNS else pytest.mark.soak)
+        for row in product(NATIVE.families, NATIVE.stored)
+    ],
+)
 def test_every_family(family: str, stored: str, stored_model: StoredModel) -> None:
     check_steps(NATIVE.load(stored_model(NATIVE, family, stored)))
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,17 @@ from engine.runtimes.torch.offload.gates import Activation
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.local_torch import run_expert
 from tests.support.opened_experts import experts_of
+from tests.support.pairwise import pairwise
 from tests.support.shared_folders import shared_root, written_once
 
 NATIVE = Path(bindings.__file__).parent / "native"
 SILU = Activation("silu")
 FORMATS = ("F32", "BF16", "F16", *BLOCKS, *GROUPED, "BLOCK_FP8 of rows", "BLOCK_FP8 of the whole")
+
+EVERY_RUN = (FORMATS, (False, True), (torch.float32, torch.bfloat16))
+SAMPLED = pairwise(*EVERY_RUN)
+RUNS = [pytest.param(*row, marks=() if row in SAMPLED else pytest.mark.soak) for row in product(*EVERY_RUN)]
+"""Formats, whether gate and up are one matrix, and the type of the rows."""
 
 
 class EmulatedLauncher:
@@ -65,7 +72,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C++ compiler here")
     source = Path(__file__).with_name("emulated_cuda.cpp")
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Werror", "-Wall", "-Wno-unknown-pragmas"]
+    # Without optimisation: compiling takes longer than all that runs.
+    options = ["-std=c++17", "-O0", "-ffp-contract=off", "-shared", "-fPIC", "-Werror", "-Wall", "-Wno-unknown-pragmas"]
 
     def build(folder: Path) -> None:
         folder.mkdir()
@@ -182,9 +190,7 @@ def test_any_bytes_unpack_to_torchs_numbers(name: str, launcher: EmulatedLaunche
     assert torch.equal(found.isnan(), wanted.isnan())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "fused", "dtype"), RUNS)
 def test_experts_give_torchs_results(name: str, fused: bool, dtype: torch.dtype, launcher: EmulatedLauncher) -> None:
     hidden, ffn = (512, 256) if name in BLOCKS else (192, 128)
     slots, layouts = zip(*(expert(all_of(name, fused), hidden, ffn, seed) for seed in range(3)), strict=True)
