@@ -236,9 +236,9 @@ class Shape:
     epsilon: float
     gate: Gate
     network_gates: tuple[Gate, ...]
-    """Those of each layer's networks that all tokens pass, which may have limits."""
+    """Gates of each layer's networks that all tokens pass, which may have limits."""
     expert_gates: tuple[Gate, ...]
-    """Those of each layer's routed experts."""
+    """Gates of each layer's routed experts."""
     has_gates: bool
     """Whether networks and experts have gates, or their first matrix stands for both."""
     windows: tuple[int, ...]

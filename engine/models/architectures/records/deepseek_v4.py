@@ -36,12 +36,12 @@ def _kind(config: Config, layer: int) -> str:
 def _compressed(config: Config, layers: int) -> list[CompressedKeys]:
     named = config.get("layer_types") or [_kind(config, layer) for layer in range(layers)]
     width, index = whole_number(config, "head_dim"), whole_number(config, "index_head_dim")
-    found = []
+    keys = []
     for kind in check_kinds(named, layers, tuple(_RATES)):
         stated = setting(config, f"compress_rates.{kind}")
         rate = whole_number(config, f"compress_rates.{kind}") if stated is not None else _RATES[kind]
-        found.append(CompressedKeys(rate if kind != _SLIDING else 0, width, index if kind == _SPARSE else 0))
-    return found
+        keys.append(CompressedKeys(rate if kind != _SLIDING else 0, width, index if kind == _SPARSE else 0))
+    return keys
 
 
 FAMILIES = (

@@ -31,12 +31,12 @@ _LAST_WITH_KEYS = 20
 
 def _renamed(config: Config) -> dict[str, Any]:
     layers, width = whole_number(config, "num_hidden_layers", default=35), config.get("intermediate_size")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if config.get("layer_types") is None:
-        found["layer_types"] = [_KIND(config, layer) for layer in range(layers)]
+        settings["layer_types"] = [_KIND(config, layer) for layer in range(layers)]
     if isinstance(width, list) and len(set(width)) == 1:
-        found["intermediate_size"] = width[0]
-    return found
+        settings["intermediate_size"] = width[0]
+    return settings
 
 
 def _sparsity(config: Config, layer: int) -> float:

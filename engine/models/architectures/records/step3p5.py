@@ -64,23 +64,23 @@ def _renamed(config: Config) -> dict[str, Any]:
     layers = whole_number(config, "num_hidden_layers", default=45)
     given = {new: config[old] for old, new in _OLDER.items() if old in config and new not in config}
     # transformers takes no other, whatever the file says.
-    found = given | {"hidden_act": "silu"}
+    settings = given | {"hidden_act": "silu"}
     ahead = whole_number(config, "num_nextn_predict_layers", default=0, minimum=0)
     for key in _EACH_LAYER:
         if isinstance(config.get(key), list) and len(config[key]) == layers + ahead:
-            found[key] = config[key][:layers]
+            settings[key] = config[key][:layers]
     named = config.get("moe_layers_enum")
     if named is not None and config.get("mlp_layer_types") is None:
         sparse = _numbers(named)
-        found["mlp_layer_types"] = ["sparse" if layer in sparse else "dense" for layer in range(layers)]
+        settings["mlp_layer_types"] = ["sparse" if layer in sparse else "dense" for layer in range(layers)]
     sliding = config.get("attention_other_setting")
     if sliding and config.get("num_sliding_attention_heads") is None:
-        found["num_sliding_attention_heads"] = _sliding_heads({**config, **given}, sliding)
-    kinds = found.get("layer_types", config.get("layer_types")) or [_FULL] * layers
+        settings["num_sliding_attention_heads"] = _sliding_heads({**config, **given}, sliding)
+    kinds = settings.get("layer_types", config.get("layer_types")) or [_FULL] * layers
     if not all(isinstance((config.get("rope_parameters") or {}).get(kind), dict) for kind in set(kinds)):
-        found |= {"rope_parameters": _older_rope(config, kinds), "rope_scaling": None}
-        found |= {"rope_theta": None, "partial_rotary_factors": None}
-    return found
+        settings |= {"rope_parameters": _older_rope(config, kinds), "rope_scaling": None}
+        settings |= {"rope_theta": None, "partial_rotary_factors": None}
+    return settings
 
 
 def _numbers(named: Any) -> frozenset[int]:
@@ -104,18 +104,18 @@ def _sliding_heads(config: Config, sliding: Config) -> int:
 def _older_rope(config: Config, kinds: list[str]) -> dict[str, Any]:
     """Rotary settings by kind from lists for each layer; scaled are those of layers that see everything."""
     bases, shares = config.get("rope_theta"), config.get("partial_rotary_factors")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for kind in dict.fromkeys(kinds):
         layer = kinds.index(kind)
         if any(isinstance(each, list) and layer >= len(each) for each in (bases, shares)):
             raise damaged(f"config.json has no rotary settings of layer {layer + 1}")
         base = bases[layer] if isinstance(bases, list) else bases
-        found[kind] = {**_ROPE, **({} if base is None else {"rope_theta": base})}
+        settings[kind] = {**_ROPE, **({} if base is None else {"rope_theta": base})}
         if shares:
-            found[kind]["partial_rotary_factor"] = shares[layer]
-    if _FULL in found:
-        found[_FULL] |= config.get("rope_scaling") or {}
-    return found
+            settings[kind]["partial_rotary_factor"] = shares[layer]
+    if _FULL in settings:
+        settings[_FULL] |= config.get("rope_scaling") or {}
+    return settings
 
 
 def _more_heads(config: Config, kind: str) -> Config:
