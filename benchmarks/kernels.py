@@ -160,7 +160,7 @@ class RandomLayer:
     def run(self, pool: Pool, hidden: int, indices: int, weights: int, tokens: int, k: int, sum_to: int) -> None:
         """The arguments from ``hidden`` on are addresses and sizes, as of LayerExperts."""
         code = load().pllm_experts(
-            pool.handle, ctypes.addressof(self._layer), hidden, indices, weights, tokens, k, 0, sum_to, None, None,
+            pool.handle, ctypes.addressof(self._layer), hidden, indices, weights, tokens, k, 0, 0, sum_to, None, None,
             None, 0,
         )  # fmt: skip
         if code:

@@ -114,7 +114,7 @@ CAUSES: dict[ReadingCause, str] = {
     "tokens": "the same text is split into other tokens than were kept",
     "memory": "the conversation was given up for memory",
     "state": "the model's state goes back to a checkpoint only",
-    "pass": "what is kept can be cut only where a pass ended",
+    "written": "what was written before is written again, so that the answer is the same",
     "restarted": "the model was loaded again",
 }
 """Why a prompt was read again, in words."""

@@ -232,7 +232,14 @@ class TimedPart:
         return Routes(chosen, np.full(chosen.shape, 1.0 / wanted.per_token, np.float32))
 
     def run_experts(
-        self, layer: int, hidden: Floats, indices: Indices, weights: Floats, extra: Sequence[int], scale: bool
+        self,
+        layer: int,
+        hidden: Floats,
+        indices: Indices,
+        weights: Floats,
+        extra: Sequence[int],
+        scale: bool,
+        reads: bool,
     ) -> Floats:
         self._compute((indices, tuple(extra)))
         return self._results

@@ -43,8 +43,9 @@ from engine.moe.expert_parallel import (
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
 
-SHAPE = struct.Struct("<IIIB3x")
-"""Shape of a request: tokens, experts per token, hidden size, whether the weights scale the input."""
+SHAPE = struct.Struct("<IIIBB2x")
+"""Shape of a request: tokens, experts per token, hidden size, whether the weights scale the input, and whether the
+tokens are read."""
 MOST_TOKENS = 1 << 20
 """Maximum tokens of a layer, unless a node has a lower limit."""
 _NOTHING = bytes(8)
@@ -66,12 +67,13 @@ class ExpertRunner(Protocol):
         weights: Floats,
         extra: Sequence[int],
         scale: bool,
+        reads: bool,
     ) -> Floats:
         """Unweighted results [tokens * k, width] in the order of the routes. Rows of routes -1 may hold anything.
 
         ``hidden`` is [tokens, width]; ``indices`` [tokens, k] are -1 for routes of other nodes. ``scale``: the inputs
         are multiplied by ``weights`` [tokens, k] (llama4). ``extra`` experts are run on any token and their results
-        dropped.
+        dropped. ``reads``: see :class:`engine.moe.expert_parallel.HostRows`.
         """
         ...
 
@@ -169,7 +171,7 @@ class CentralHead:
     def _ask(self, layer: int, routes: Routes, hidden: HostRows) -> None:
         """The first message: the routes and the hidden states."""
         rows, scale = np.ascontiguousarray(hidden.rows, np.float32), hidden.scale_input
-        shape = SHAPE.pack(*routes.indices.shape, rows.shape[1], scale)
+        shape = SHAPE.pack(*routes.indices.shape, rows.shape[1], scale, hidden.reads)
         parts: list[Buffer] = [
             self._gather.header(layer) + shape,
             _bytes_of(np.ascontiguousarray(routes.indices, np.int32)),
@@ -246,11 +248,11 @@ class CentralNode:
         # The other nodes' results arrive here, too, or their reasons for refusing an invalid request.
         others = HEADER.size + REASON_BYTES
         try:
-            layer, hidden, indices, weights, scale = self._parsed(asked)
-            routes = self._router.share(layer, indices, with_extra=True)
+            layer, hidden, asked_routes = self._parsed(asked)
+            routes = self._router.share(layer, asked_routes.indices, with_extra=True)
             others = most_results(routes, width)
             with self._around(layer):
-                parts = self._results(layer, routes, hidden, indices, weights, scale)
+                parts = self._results(layer, routes, hidden, asked_routes)
         except BaseException as error:
             problem = error
             text = (str(error) or type(error).__name__).encode()[:REASON_BYTES]
@@ -269,17 +271,17 @@ class CentralNode:
         self,
         layer: int,
         routes: SharedRoutes,
-        hidden: Floats,
-        indices: Indices,
-        weights: Floats,
-        scale: bool,
+        hidden: HostRows,
+        asked: Routes,
     ) -> list[Buffer]:
         """The contribution with the results of this node's routes, float32, in the order of the routes."""
         header = HEADER.pack(self._number & 0xFFFFFFFF, layer, 0, _NOTHING)
-        self._ran(len(indices))
+        self._ran(len(asked.indices))
 
         def run(mine: Indices, extra: tuple[int, ...]) -> Floats:
-            return self._runner.run_experts(layer, hidden, mine, weights, extra, scale)
+            return self._runner.run_experts(
+                layer, hidden.rows, mine, asked.weights, extra, hidden.scale_input, hidden.reads
+            )
 
         results = run_calls(routes.calls(self._one_by_one), run)
         own = routes.rows[self._context.rank]
@@ -287,8 +289,9 @@ class CentralNode:
             return [header]
         return [header, _bytes_of(np.ascontiguousarray(results.take(own, axis=0), np.float32))]
 
-    def _parsed(self, asked: memoryview) -> tuple[int, Floats, Indices, Floats, bool]:
-        """The layer, hidden states, indices, weights (ones where they are not needed). Raises RingProtocolError."""
+    def _parsed(self, asked: memoryview) -> tuple[int, HostRows, Routes]:
+        """The layer, hidden states and routes, with weights of one where they are not needed. Raises
+        RingProtocolError."""
         check_header(asked, HEAD, self._number - 1)
         layer = int(HEADER.unpack_from(asked)[1])
         if layer not in self._context.placement.layers:
@@ -296,10 +299,15 @@ class CentralNode:
         at = HEADER.size + SHAPE.size
         if len(asked) < at:
             raise RingProtocolError(f"the head sent {len(asked)} bytes, too few for routes")
-        tokens, k, width, scale = SHAPE.unpack_from(asked, HEADER.size)
+        tokens, k, width, scale, reads = SHAPE.unpack_from(asked, HEADER.size)
         count, experts = tokens * k, self._context.placement.experts
         expected = at + count * 4 * (2 if scale else 1) + tokens * width * 4
-        if not 0 < tokens <= self._most_tokens or not 0 < k <= experts or width != self._runner.width or scale > 1:
+        if (
+            not 0 < tokens <= self._most_tokens
+            or not 0 < k <= experts
+            or width != self._runner.width
+            or max(scale, reads) > 1
+        ):
             raise RingProtocolError(f"the head sent routes [{tokens}, {k}] of {width} numbers, which this model lacks")
         if len(asked) != expected:
             raise RingProtocolError(f"the head sent {len(asked)} bytes where {expected} were expected")
@@ -312,7 +320,7 @@ class CentralNode:
             weights = np.frombuffer(asked, np.float32, count, at).reshape(tokens, k).copy()
             at += count * 4
         hidden = np.frombuffer(asked, np.float32, tokens * width, at).reshape(tokens, width).copy()
-        return layer, hidden, indices, weights, bool(scale)
+        return layer, HostRows(hidden, bool(scale), bool(reads)), Routes(indices, weights)
 
 
 def most_results(routes: SharedRoutes, width: int) -> int:

@@ -210,7 +210,14 @@ class _Layers:
         layers.receive()
 
     def run_experts(
-        self, layer: int, hidden: Floats, indices: Indices, weights: Floats, extra: Sequence[int], scale: bool
+        self,
+        layer: int,
+        hidden: Floats,
+        indices: Indices,
+        weights: Floats,
+        extra: Sequence[int],
+        scale: bool,
+        reads: bool,
     ) -> Floats:
         self._compute()
         return self._rows

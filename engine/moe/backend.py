@@ -24,7 +24,7 @@ class LayerCall(Generic[Array]):
     ``hidden`` [tokens, width]; ``weights`` [..., k] from the router, whose dtype is that of the weighting. ``routes``:
     the same routes on the host. ``scale_input``: weights multiply the experts' inputs (llama4). ``word``: numbers in
     which an unweighted result travels without loss. ``rows``: the hidden states on the host, float32 [tokens, width],
-    if :meth:`ExpertBackend.begin` was asked for them.
+    if :meth:`ExpertBackend.begin` was asked for them. ``reads``: see :class:`engine.moe.expert_parallel.HostRows`.
     """
 
     layer: int
@@ -35,6 +35,7 @@ class LayerCall(Generic[Array]):
     word: np.dtype[Any]
     scale_input: bool = False
     rows: Floats | None = None
+    reads: bool = False
 
 
 class ExpertBackend(ABC, Generic[Array]):

@@ -169,7 +169,7 @@ class RingExecutor(Executor[Array]):
         if recorder.enabled:
             # A backend may have run the experts already.
             recorder.add(layer, "experts", recorder.clock() - began)
-        rows = None if call.rows is None else HostRows(call.rows, scale_input)
+        rows = None if call.rows is None else HostRows(call.rows, scale_input, call.reads)
         problem: BaseException | None = None
         routes = call.routes
         while True:

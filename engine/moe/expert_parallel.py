@@ -32,10 +32,14 @@ class Routes:
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """Hidden states on the host, float32 [tokens, width]; ``scale_input``: each route's weight multiplies its input."""
+    """Hidden states on the host, float32 [tokens, width]; ``scale_input``: each route's weight multiplies its input.
+
+    ``reads``: the tokens are read, not written; see :meth:`engine.moe.kernels.layers.LayerExperts.run`.
+    """
 
     rows: Floats
     scale_input: bool
+    reads: bool = False
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,10 @@ class KernelExperts:
         outputs_to: int | None = None,
         sum_to: int | None = None,
         counts_to: int | None = None,
+        *,
         scale_input: bool = False,
         extra: Sequence[int] = (),
+        reads: bool = False,
     ) -> None:
         """See :meth:`engine.moe.kernels.layers.LayerExperts.run`: all arguments but sizes are addresses.
 
@@ -87,6 +89,7 @@ class KernelExperts:
             scale_input=scale_input,
             extra=None if numbers is None else ctypes.addressof(numbers),
             extra_count=len(extra),
+            reads=reads,
         )
 
     def weighted_sum(self, outputs: int, weights: int, tokens: int, k: int, width: int, sum_to: int) -> None:
@@ -119,6 +122,8 @@ class KernelBackend(ExpertBackend[NDArray[Any]]):
 
     def __init__(self, kernels: KernelExperts) -> None:
         self._kernels = kernels
+        self.reads = False
+        """Whether the tokens of the layers that :meth:`begin` takes are read, not written."""
         self._out: Floats = np.empty((0, 0), np.float32)
 
     @property
@@ -143,10 +148,12 @@ class KernelBackend(ExpertBackend[NDArray[Any]]):
         rows_too: bool = False,
     ) -> LayerCall[NDArray[Any]]:
         routes, width = Routes(indices, weights), hidden.shape[1]
-        return LayerCall(layer, hidden, weights, routes, width, FLOAT32, scale_input, hidden if rows_too else None)
+        rows = hidden if rows_too else None
+        return LayerCall(layer, hidden, weights, routes, width, FLOAT32, scale_input, rows, self.reads)
 
     def begin_on_host(self, layer: int, hidden: HostRows, routes: Routes) -> LayerCall[NDArray[Any]]:
         rows, weights = np.ascontiguousarray(hidden.rows, np.float32), np.ascontiguousarray(routes.weights, np.float32)
+        self.reads = hidden.reads
         return self.begin(layer, rows, routes.indices, weights, hidden.scale_input)
 
     def results(
@@ -222,6 +229,7 @@ class KernelBackend(ExpertBackend[NDArray[Any]]):
                 sum_to=None if sums is None else _address(sums, np.float32),
                 scale_input=call.scale_input,
                 extra=extra,
+                reads=call.reads,
             )
         return made
 

@@ -34,7 +34,7 @@ from engine.planning.units import byte_size
 from engine.runtimes.model_headers import weight_stamps
 from engine.runtimes.protocol import LoadedModel
 from engine.session.kept_rows import CachedRow
-from engine.session.passes import PassSequence
+from engine.session.origins import Origins
 from engine.session.stored_prefix import (
     StoppedError,
     StoredPrefix,
@@ -79,11 +79,11 @@ class DiskPrefixes:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def better(
-        self, prompt: Sequence[int], wanted: PassSequence | None, reusable: int, should_stop: Callable[[], bool]
+        self, prompt: Sequence[int], wanted: Origins | None, reusable: int, should_stop: Callable[[], bool]
     ) -> CachedRow | None:
         """The row on disk with most to reuse for ``prompt``, if that is clearly more than ``reusable`` tokens.
 
-        ``wanted``: the passes by which the prompt must be brought into the cache; None: any.
+        ``wanted``: the origins that the prompt's tokens must have; None: any.
         """
         tokens = np.array(prompt, np.int32)
         found = [(header.reusable(tokens, wanted), owner, header) for owner, header in self._known()]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.runtimes.protocol import Logits, TokenRows
-from engine.session.passes import PassSequence
+from engine.session.origins import Origins
 
 MOST_KEPT = 16
 """Maximum number of rows kept beside the current one."""
@@ -24,10 +24,10 @@ FORK_TOKENS = 32
 
 @dataclass(frozen=True)
 class RowCheckpoint:
-    """The cache's contents after ``tokens``, made by ``passes``. ``rows`` is never run itself."""
+    """The cache's contents after ``tokens``, with their ``origins``. ``rows`` is never run itself."""
 
     tokens: list[int]
-    passes: PassSequence
+    origins: Origins
     rows: TokenRows
 
     def begins(self, tokens: Sequence[int]) -> bool:
@@ -36,11 +36,11 @@ class RowCheckpoint:
 
 @dataclass(eq=False)
 class CachedRow:
-    """The keys and values of ``tokens``, made by ``passes``. ``rows`` is None if it is empty."""
+    """The keys and values of ``tokens``, with their ``origins``. ``rows`` is None if it is empty."""
 
     rows: TokenRows | None = None
     tokens: list[int] = field(default_factory=list)
-    passes: PassSequence = field(default_factory=PassSequence)
+    origins: Origins = field(default_factory=Origins)
     known: tuple[int, Logits] | None = None
     """Length of the last prompt in tokens, and the logits after it, with which it can be answered again."""
     checkpoint: RowCheckpoint | None = None
@@ -63,19 +63,19 @@ class CachedRow:
         if owner != self.owner:
             self.owner, self.path, self.on_disk = owner, None, 0
 
-    def reusable(self, prompt: Sequence[int], wanted: PassSequence | None) -> int:
-        """Number of tokens of ``prompt`` that need not be run, if it is run by the passes ``wanted`` (None: any)."""
+    def reusable(self, prompt: Sequence[int], wanted: Origins | None) -> int:
+        """Number of tokens of ``prompt`` that need not be run, if its origins are to be ``wanted`` (None: any)."""
         if self.rows is None or self.rows.void:
             return 0
         saved = self.checkpoint
         return reusable_length(
             len(prompt),
             shared_length(self.tokens, prompt),
-            self.passes,
+            self.origins,
             wanted,
             known_length=0 if self.known is None else self.known[0],
             shortest_cut=self.rows.shortest_cut,
-            begun=PassSequence() if saved is None or not saved.begins(prompt) else saved.passes,
+            begun=Origins() if saved is None or not saved.begins(prompt) else saved.origins,
         )
 
     def copied(self) -> CachedRow:
@@ -83,13 +83,13 @@ class CachedRow:
         assert self.rows is not None
         # A row that cannot be cut back goes on at its checkpoint, which copies nothing.
         rows = self.rows.fan_out(1) if self.rows.can_truncate else self.rows
-        return CachedRow(rows, list(self.tokens), self.passes, self.known, self.checkpoint)
+        return CachedRow(rows, list(self.tokens), self.origins, self.known, self.checkpoint)
 
     def forked(self) -> CachedRow:
         """A copy of a row that goes on by itself meanwhile."""
         assert self.rows is not None
         rows = self.rows.checkpoint() or self.rows.fan_out(1)
-        return CachedRow(rows, list(self.tokens), self.passes, self.known, self.checkpoint)
+        return CachedRow(rows, list(self.tokens), self.origins, self.known, self.checkpoint)
 
     def nbytes(self, per_token: int, state: int) -> int:
         """Bytes of memory, with ``per_token`` bytes of kept keys and values and ``state`` bytes for a state."""
@@ -101,20 +101,20 @@ class CachedRow:
 def reusable_length(
     prompt: int,
     shared: int,
-    passes: PassSequence,
-    wanted: PassSequence | None,
+    origins: Origins,
+    wanted: Origins | None,
     *,
     known_length: int,
     shortest_cut: int,
-    begun: PassSequence,
+    begun: Origins,
 ) -> int:
     """Number of a ``prompt``'s tokens that a row can supply, so that they are not run again.
 
-    The row was made by ``passes`` and shares its first ``shared`` tokens with the prompt. Only tokens that the passes
-    ``wanted`` would have run in the same way count; None: all. The logits are known after ``known_length`` tokens. The
-    row can be cut back to ``shortest_cut`` tokens or more, or to its checkpoint, which the passes ``begun`` made.
+    The row's tokens have ``origins``, and the first ``shared`` are the prompt's, too. Only tokens with the origins
+    ``wanted`` count; None: all. The logits are known after ``known_length`` tokens. The row can be cut back to
+    ``shortest_cut`` tokens or more, or to its checkpoint, with the origins ``begun``.
     """
-    kept = (passes if wanted is None else wanted.shared(passes)).cut(shared)
+    kept = (origins if wanted is None else wanted.shared(origins)).cut(shared)
     if kept.length == prompt and known_length != prompt:
         kept = kept.cut(prompt - 1)
     if kept.length >= shortest_cut:
@@ -123,7 +123,7 @@ def reusable_length(
     return begun.length if usable else 0
 
 
-def best_row(rows: Sequence[CachedRow], prompt: Sequence[int], wanted: PassSequence | None) -> tuple[CachedRow, int]:
+def best_row(rows: Sequence[CachedRow], prompt: Sequence[int], wanted: Origins | None) -> tuple[CachedRow, int]:
     """The row of ``rows`` with most to reuse for ``prompt``, the first among equals, and the number of reusable
     tokens."""
     reusable = [row.reusable(prompt, wanted) for row in rows]

@@ -1,7 +1,8 @@
 """The prefix cache: the keys and values of conversations, of which turns take the one that helps them most.
 
-A repeated question gets the same answer, to the bit. To ensure this, a prompt is prefilled by the same passes as
-before, and new passes continue only where an earlier pass ended (see :mod:`engine.session.passes`).
+A repeated question gets the same answer, to the bit, where the bits of a token depend on those before it and on whether
+it was read or written, as in the native runtime. To ensure this, what was written of a prompt is written again, and
+not read (see :mod:`engine.session.origins`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from engine.errors import PeerLost
 from engine.runtimes.protocol import LoadedModel, TokenRows
 from engine.session.disk_prefixes import DiskPrefixes
 from engine.session.kept_rows import FORK_TOKENS, MOST_KEPT, CachedRow, best_row, shared_length, to_keep
-from engine.session.passes import PassSequence, RememberedPasses
+from engine.session.origins import Origins, RememberedOrigins
 from engine.session.reading_again import Closest
 
 RING_TOKENS = 2048
@@ -30,31 +31,29 @@ them: they hold what the template writes before an answer, which the next prompt
 class Taken:
     """A row that a turn has taken.
 
-    ``passes``: those by which the prompt must be brought into it; None: any. ``stored``: the row that was read from
-    disk for it, if one was.
+    ``origins``: those that the prompt's tokens must have; None: any. ``stored``: the row that was read from disk for
+    it, if one was.
     """
 
     row: CachedRow
-    passes: PassSequence | None
+    origins: Origins | None
     stored: CachedRow | None
 
 
 class PrefixCache:
     """The rows of conversations. A turn takes one (:meth:`take`) and gives it back.
 
-    ``chunk`` is the number of tokens of a prefill chunk. ``budget`` gives the bytes that rows which nobody uses may
-    take, if they take those of its argument now. ``disk`` keeps conversations between runs, if it is not None.
+    ``budget`` gives the bytes that rows which nobody uses may take, if they take those of its argument now. ``disk``
+    keeps conversations between runs, if it is not None.
     """
 
     def __init__(
         self,
         model: LoadedModel,
-        chunk: int,
         budget: Callable[[int], int] = lambda kept: 0,
         disk: DiskPrefixes | None = None,
     ) -> None:
         self._model = model
-        self._chunk = chunk
         self._budget = budget
         self._disk = disk
         self._latest = CachedRow()
@@ -67,9 +66,9 @@ class PrefixCache:
         """Tokens and clients of the rows that were dropped last, because memory was wanted."""
         self.unread = True
         """Whether no turn has taken a row yet."""
-        self._lost: list[tuple[list[int], PassSequence]] = []
-        """Tokens and passes of the rows at the time when the ring was formed again."""
-        self.remembered = RememberedPasses()
+        self._lost: list[tuple[list[int], Origins]] = []
+        """Tokens and origins of the rows at the time when the ring was formed again."""
+        self.remembered = RememberedOrigins()
 
     @property
     def rows(self) -> TokenRows | None:
@@ -120,27 +119,27 @@ class PrefixCache:
         return Closest.of(row.tokens, shared, row.client, shortest_cut=row.rows.shortest_cut)
 
     def take(
-        self, prompt: Sequence[int], passes: PassSequence | None, repeatable: bool, cancelled: Callable[[], bool]
+        self, prompt: Sequence[int], origins: Origins | None, repeatable: bool, cancelled: Callable[[], bool]
     ) -> Taken:
         """Give a turn the row that shares most with ``prompt``: an empty one, if none shares anything.
 
-        ``passes``: those by which the prompt must be brought into the cache; None: any. A row that would lose much, or
-        that another turn uses, is copied.
+        ``origins``: those that the prompt's tokens must have; None: any. A row that would lose much, or that another
+        turn uses, is copied.
         """
         self.unread = False
-        row, reusable = best_row([self._latest, *self._kept, *self._used], prompt, passes)
+        row, reusable = best_row([self._latest, *self._kept, *self._used], prompt, origins)
         stored: CachedRow | None = None
         if self._disk is not None:
             self._take_forgotten()
-            wanted = passes
+            wanted = origins
             if wanted is None and repeatable:
                 # An answer that can be repeated does not depend on what the disk happens to hold.
-                wanted = self.passes_for(row if reusable else CachedRow(), prompt)
+                wanted = self.origins_for(row if reusable else CachedRow(), prompt)
             stored = self._disk.better(prompt, wanted, reusable, cancelled)
             if stored is not None:
-                row, passes = stored, wanted
+                row, origins = stored, wanted
                 reusable = row.reusable(prompt, wanted)
-        taken = Taken(self._adopt(row, reusable, prompt), passes, stored)
+        taken = Taken(self._adopt(row, reusable, prompt), origins, stored)
         self._used.append(taken.row)
         return taken
 
@@ -207,38 +206,34 @@ class PrefixCache:
             self._given_up.append((array("i", self._kept[index].tokens), self._kept[index].client))
         self._kept = [self._kept[index] for index in indices]
 
-    # --- which passes ---------------------------------------------------------------------------------------------
+    # --- what is read and what is written -------------------------------------------------------------------------
 
-    def passes_for(
-        self, row: CachedRow, prompt: Sequence[int], lost: tuple[list[int], PassSequence] | None = None
-    ) -> PassSequence:
-        """The passes by which ``row`` would bring a new ``prompt`` into the cache, if what is ``lost`` were there."""
-        tokens, passes = lost or (row.tokens, row.passes)
+    def origins_for(
+        self, row: CachedRow, prompt: Sequence[int], lost: tuple[list[int], Origins] | None = None
+    ) -> Origins:
+        """The origins of a new ``prompt``: those that ``row`` has, or what is ``lost``, as far as it goes on there, and
+        read behind."""
+        tokens, origins = lost or (row.tokens, row.origins)
         shared = shared_length(tokens, prompt)
         if shared == len(prompt) and not row.knows(shared):
             shared -= 1
-        reused = passes.cut(shared)
+        reused = origins.cut(shared)
         if row.rows is not None and reused.length < row.rows.shortest_cut:
             saved = row.checkpoint
-            reused = saved.passes if saved is not None and saved.begins(prompt) else PassSequence()
-        pictures = self._model.pictures
-        whole = [] if pictures is None else pictures.whole(prompt)
-        tail = len(prompt) - CHECKPOINT_TAIL
-        if self._model.facts.state_bytes and reused.length < tail:
-            reused = reused.up_to(tail, self._chunk, whole)
-        return reused.up_to(len(prompt), self._chunk, whole)
+            reused = saved.origins if saved is not None and saved.begins(prompt) else Origins()
+        return reused.read(len(prompt) - reused.length)
 
     def again(self, prompt: Sequence[int], repeatable: bool) -> tuple[int, int]:
         """The work that an empty cache would mean for ``prompt`` and for what turns use: tokens to prefill, and passes
         over decoded tokens."""
         row, reusable = best_row([self._latest, *self._kept], prompt, None)
         read = passes = 0
-        lost = [(row, row.passes.cut(reusable), repeatable), *((used, used.passes, True) for used in self._used)]
-        for each, sequence, as_before in lost:
+        lost = [(row, row.origins.cut(reusable), repeatable), *((used, used.origins, True) for used in self._used)]
+        for each, origins, as_before in lost:
             if each.rows is None or each.rows.void:
                 continue
             together = max(each.rows.steps_together, 1)
-            for run in sequence.runs:
+            for run in origins.runs:
                 if run > 0 or not as_before:
                     read += abs(run)
                 else:
@@ -247,13 +242,13 @@ class PrefixCache:
 
     def lose(self) -> None:
         """Discard all rows that nobody uses, because the ring is formed again. Their contents are remembered until the
-        next prompt, which may need the same passes."""
+        next prompt, which may need the same origins."""
         rows = [row for row in (*self._used, self._latest, *self._kept) if row.rows is not None]
         if rows:
-            self._lost = [(row.tokens, row.passes) for row in rows]
+            self._lost = [(row.tokens, row.origins) for row in rows]
         self.forget()
 
-    def lost_beginning(self, prompt: Sequence[int], repeatable: bool) -> tuple[list[int], PassSequence] | None:
+    def lost_beginning(self, prompt: Sequence[int], repeatable: bool) -> tuple[list[int], Origins] | None:
         """The conversation, lost with the ring since the last prompt, that shares most with ``prompt``; None if none
         was, or a ``repeatable`` answer is not wanted."""
         lost, self._lost = self._lost, []

@@ -63,7 +63,7 @@ def cause_of(
         return "state"
     if differs:
         return None if last_message else "changed"
-    return "pass" if lost else None
+    return "written" if lost else None
 
 
 def message_at(position: int, ends: Sequence[int]) -> int:

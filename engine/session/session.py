@@ -160,7 +160,7 @@ class Session:
             self._disk = DiskPrefixes(model, identity, prefix_disk_bytes, self._memory)
         self._looking = looking
         self._way_to_see = way_to_see
-        self._cache = PrefixCache(model, prefill_chunk, self._budget, self._disk)
+        self._cache = PrefixCache(model, self._budget, self._disk)
         self._constraining: Constraining | None = None
         self._log = PassLog()
         self.first_pass_s: float | None = None

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from engine.models.store.prefix_files import part_of
 from engine.runtimes.protocol import Bytes, LoadedModel, Logits, RowArray, RowPart, as_bytes
 from engine.session.kept_rows import CachedRow, RowCheckpoint, reusable_length
-from engine.session.passes import PassSequence
+from engine.session.origins import Origins
 
-MAGIC = b"PLLMPFX1"
+MAGIC = b"PLLMPFX2"
 """Beginning of every file. Its last character is the version of the format."""
 
 HEADER_LIMIT = 64 * 1024 * 1024
@@ -47,7 +47,7 @@ class StoppedError(Exception):
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """The header as stored. ``tokens`` are 32-bit numbers; runs are those of PassSequence."""
+    """The header as stored. ``tokens`` are 32-bit numbers; runs are those of Origins."""
 
     model: str
     tokens: bytes
@@ -69,10 +69,10 @@ class StoredPrefix:
         """Check the header. Raises WrongPrefixError."""
         self.path = path
         self.tokens: NDArray[np.int32] = np.frombuffer(fields.tokens, np.dtype("<i4"))
-        self.passes, self.begun = _sequence(fields.runs), _sequence(fields.begun)
+        self.origins, self.begun = _sequence(fields.runs), _sequence(fields.begun)
         self.fields = fields
-        if not len(self.tokens) or self.passes.length != len(self.tokens):
-            raise WrongPrefixError("its passes are not those of its tokens")
+        if not len(self.tokens) or self.origins.length != len(self.tokens):
+            raise WrongPrefixError("its tokens were neither read nor written")
         if not 0 <= fields.known <= len(self.tokens) or self.begun.length > len(self.tokens):
             raise WrongPrefixError("it knows more than it holds")
         named = bool(fields.parts) and fields.parts[-1].name == _LOGITS
@@ -85,12 +85,12 @@ class StoredPrefix:
         different = np.flatnonzero(self.tokens[:length] != prompt[:length])
         return int(different[0]) if len(different) else length
 
-    def reusable(self, prompt: NDArray[np.int32], wanted: PassSequence | None) -> int:
+    def reusable(self, prompt: NDArray[np.int32], wanted: Origins | None) -> int:
         """Tokens of ``prompt`` that the file can supply; see :meth:`engine.session.kept_rows.CachedRow.reusable`."""
         return reusable_length(
             len(prompt),
             self.shared(prompt),
-            self.passes,
+            self.origins,
             wanted,
             known_length=self.fields.known,
             shortest_cut=self.fields.shortest_cut if self.fields.can_truncate else len(self.tokens),
@@ -138,7 +138,7 @@ def read_prefix(path: Path, identity: str, model: LoadedModel, should_stop: Call
             raise WrongPrefixError("its checksum is wrong")
     tokens = header.tokens.tolist()
     begun = None if saved is None else RowCheckpoint(tokens[: header.begun.length], header.begun, saved)
-    return CachedRow(rows, tokens, header.passes, last_logits, begun)
+    return CachedRow(rows, tokens, header.origins, last_logits, begun)
 
 
 def stored_bytes(row: CachedRow) -> int:
@@ -159,9 +159,9 @@ def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callabl
         _Fields(
             model=identity,
             tokens=np.array(row.tokens, "<i4").tobytes(),
-            runs=list(row.passes.runs),
+            runs=list(row.origins.runs),
             known=0 if row.known is None else row.known[0],
-            begun=[] if saved is None else list(saved.passes.runs),
+            begun=[] if saved is None else list(saved.origins.runs),
             can_truncate=row.rows.can_truncate,
             shortest_cut=row.rows.shortest_cut,
             parts=[array.part for array in contents],
@@ -247,9 +247,9 @@ def _header(
     return found
 
 
-def _sequence(runs: Sequence[int]) -> PassSequence:
+def _sequence(runs: Sequence[int]) -> Origins:
     """The sequence of ``runs``. Raises WrongPrefixError."""
-    follow = any(left < 0 and right < 0 for left, right in itertools.pairwise(runs))
+    follow = any((left < 0) == (right < 0) for left, right in itertools.pairwise(runs))
     if follow or not all(0 < abs(run) < 2**31 for run in runs):
-        raise WrongPrefixError("its passes are impossible")
-    return PassSequence(runs)
+        raise WrongPrefixError("its tokens cannot have been read and written so")
+    return Origins(runs)

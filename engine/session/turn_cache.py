@@ -1,7 +1,7 @@
 """The row of the prefix cache that one turn uses, and the prefill of what is missing in it.
 
-In a ring, parts of the row are on other machines. When one is lost, the remaining machines form a new ring and run the
-same passes again.
+In a ring, parts of the row are on other machines. When one is lost, the remaining machines form a new ring, and read
+and write everything again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from engine.generation.sampling import Sampler
 from engine.ipc.messages import Notice, RingChanged
 from engine.planning.memory import CUT_BACK_TOKENS
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
+from engine.session.chunks import chunks
 from engine.session.kept_rows import CachedRow, RowCheckpoint, shared_length
-from engine.session.passes import PassSequence
+from engine.session.origins import Origins
 from engine.session.prefix_cache import CHECKPOINT_TAIL, PrefixCache
 from engine.session.reading_again import Closest
 from engine.session.turn import Turn
@@ -134,18 +135,18 @@ class TurnCache:
         if self._row is None:
             self.first, self.closest = self._cache.unread, self._cache.closest(prompt)
             taken = self._cache.take(prompt, remembered, self._repeatable, self._turn.cancelled)
-            self._row, remembered, self._stored = taken.row, taken.passes, taken.stored
+            self._row, remembered, self._stored = taken.row, taken.origins, taken.stored
         lost_beginning = self._cache.lost_beginning(prompt, self._repeatable)
-        passes = self._cache.passes_for(self._row, prompt, lost_beginning) if remembered is None else remembered
+        origins = self._cache.origins_for(self._row, prompt, lost_beginning) if remembered is None else remembered
         logits: Logits | None
         try:
-            logits = yield from self._run(prompt, passes)
+            logits = yield from self._run(prompt, origins)
         except PeerLost as lost:
-            logits = yield from self._run_again(lost, prompt, passes)
+            logits = yield from self._run_again(lost, prompt, origins)
         if logits is not None:
             self._row.known = len(prompt), logits
             if self._repeatable:
-                self._cache.remembered.put(prompt, passes)
+                self._cache.remembered.put(prompt, origins)
         return logits
 
     def step(self, token: int, choose: Callable[[Logits], int], sampler: Sampler | None = None) -> Program[int | None]:
@@ -165,9 +166,9 @@ class TurnCache:
         except Interrupted:
             return None
         except PeerLost as lost:
-            logits = yield from self._run_again(lost, [*row.tokens, token], row.passes.decoded())
+            logits = yield from self._run_again(lost, [*row.tokens, token], row.origins.written())
             return None if logits is None else choose(logits)
-        self._append([token], row.passes.decoded())
+        self._append([token], row.origins.written())
         if not isinstance(outcome, int):
             return choose(outcome[0])
         assert sampler is not None
@@ -182,7 +183,7 @@ class TurnCache:
     def rows_again(self, lost: PeerLost) -> Program[TokenRows]:
         """Rows with the row's contents, for a beam search whose ring was lost. Raises Interrupted if cancelled."""
         row = self._current
-        if (yield from self._run_again(lost, row.tokens, row.passes)) is None:
+        if (yield from self._run_again(lost, row.tokens, row.origins)) is None:
             raise Interrupted
         assert self.rows is not None
         return self.rows
@@ -195,41 +196,41 @@ class TurnCache:
     def _use(self, row: CachedRow) -> None:
         self._row = self._cache.replace(self._current, row)
 
-    def _begin(self, tokens: list[int], passes: PassSequence) -> TokenRows:
-        """Cut the row back to its common prefix with ``tokens`` under the same ``passes``.
+    def _begin(self, tokens: list[int], origins: Origins) -> TokenRows:
+        """Cut the row back to its common prefix with ``tokens`` with the same ``origins``.
 
         The prefix never contains all tokens unless the logits after them are known.
         """
         now = self._current
-        reused = passes.shared(now.passes).cut(shared_length(now.tokens, tokens))
-        if reused == passes and not now.knows(passes.length):
-            reused = passes.cut(passes.length - 1)
+        reused = origins.shared(now.origins).cut(shared_length(now.tokens, tokens))
+        if reused == origins and not now.knows(origins.length):
+            reused = origins.cut(origins.length - 1)
         rows = None if now.rows is None or now.rows.void else now.rows
-        if rows is None or (reused != now.passes and not reused.length) or reused.length < rows.shortest_cut:
+        if rows is None or (reused != now.origins and not reused.length) or reused.length < rows.shortest_cut:
             saved = now.checkpoint
-            if saved is not None and saved.begins(tokens) and passes.shared(saved.passes) == saved.passes:
-                fresh = saved.rows.checkpoint() if saved.passes != passes else None
+            if saved is not None and saved.begins(tokens) and origins.shared(saved.origins) == saved.origins:
+                fresh = saved.rows.checkpoint() if saved.origins != origins else None
                 if fresh is not None:
-                    self._use(CachedRow(fresh, list(saved.tokens), saved.passes, None, saved))
+                    self._use(CachedRow(fresh, list(saved.tokens), saved.origins, None, saved))
                     return fresh
             rows = self._model.start()
             self._use(CachedRow(rows))
             return rows
-        if reused != now.passes:
+        if reused != now.origins:
             rows.truncate(reused.length)
             del now.tokens[reused.length :]
-            now.passes = reused
+            now.origins = reused
             now.on_disk = min(now.on_disk, reused.length)
             if now.known is not None and now.known[0] > reused.length:
                 now.known = None
         return rows
 
-    def _run(self, tokens: list[int], passes: PassSequence, again: bool = False) -> Program[Logits | None]:
-        """Bring ``tokens`` into the row by ``passes``. Returns the logits after them, or None if cancelled.
+    def _run(self, tokens: list[int], origins: Origins, again: bool = False) -> Program[Logits | None]:
+        """Bring ``tokens`` into the row, with these ``origins``. Returns the logits after them, or None if cancelled.
 
         ``again``: they were in it before the ring was lost.
         """
-        turn, rows = self._turn, self._begin(tokens, passes)
+        turn, rows = self._turn, self._begin(tokens, origins)
         row = self._current
         row.belongs_to(turn.owner)
         row.client = turn.client
@@ -242,8 +243,15 @@ class TurnCache:
             except Cancelled:
                 return None
         logits = row.known[1] if row.known is not None and reused == len(tokens) else None
-        for run in passes.after(reused):
-            for count in [run] if run > 0 else _parts(-run, max(rows.steps_together, 1)):
+        pictures = self._model.pictures
+        whole = [] if pictures is None else pictures.whole(tokens)
+        saved_at = len(tokens) - CHECKPOINT_TAIL if self._model.facts.state_bytes else 0
+        for run in origins.after(reused):
+            begin, end = len(row.tokens), len(row.tokens) + abs(run)
+            sizes = chunks(begin, end, self._chunk, whole, saved_at)
+            if run < 0:
+                sizes = chunks(begin, end, max(rows.steps_together, 1))
+            for count in sizes:
                 if turn.cancelled():
                     return None
                 begun = len(row.tokens)
@@ -258,15 +266,15 @@ class TurnCache:
                 except Interrupted:
                     return None
                 if run > 0:
-                    self._append(part, row.passes.prefilled(count))
+                    self._append(part, row.origins.read(count))
                     rows.forget_unseen(begun - CUT_BACK_TOKENS)
-                    if len(row.tokens) == len(tokens) - CHECKPOINT_TAIL and not rows.can_truncate:
+                    if len(row.tokens) == saved_at and not rows.can_truncate:
                         saved = rows.checkpoint()
-                        row.checkpoint = None if saved is None else RowCheckpoint(list(row.tokens), row.passes, saved)
+                        row.checkpoint = None if saved is None else RowCheckpoint(list(row.tokens), row.origins, saved)
                     if count >= LONG_CHUNK:
                         give_back()
                 else:
-                    self._append(part, row.passes.decoded(count))
+                    self._append(part, row.origins.written(count))
                 done = begun + count
                 turn.ran_of_prompt(begun, done)
                 if again and not last:
@@ -277,18 +285,18 @@ class TurnCache:
                 turn.show_timing()
         return logits
 
-    def _append(self, tokens: Sequence[int], passes: PassSequence) -> None:
+    def _append(self, tokens: Sequence[int], origins: Origins) -> None:
         self._current.tokens += tokens
-        self._current.passes = passes
+        self._current.origins = origins
 
-    def _run_again(self, lost: PeerLost, tokens: list[int], passes: PassSequence) -> Program[Logits | None]:
+    def _run_again(self, lost: PeerLost, tokens: list[int], origins: Origins) -> Program[Logits | None]:
         """Form the ring and run everything again after the loss ``lost``, until it succeeds or the maximum is
         reached."""
         if not self._repeatable:
-            passes = PassSequence().up_to(len(tokens), self._chunk)
+            origins = Origins().read(len(tokens))
         while self._form_again(lost):
             try:
-                return (yield from self._run(tokens, passes, again=True))
+                return (yield from self._run(tokens, origins, again=True))
             except PeerLost as once_more:
                 lost = once_more
         return None
@@ -318,9 +326,3 @@ class TurnCache:
         found = self._model.facts
         turn.emit(RingChanged(ring=found.ring, executor=found.executor))
         return True
-
-
-def _parts(count: int, most: int) -> list[int]:
-    """``count`` split into parts of at most ``most``."""
-    whole, rest = divmod(count, most)
-    return [most] * whole + ([rest] if rest else [])

@@ -263,7 +263,14 @@ class _NoExperts:
         self._rows = np.ones((PER_TOKEN, width), np.float32)
 
     def run_experts(
-        self, layer: int, hidden: Floats, indices: Indices, weights: Floats, extra: Sequence[int], scale: bool
+        self,
+        layer: int,
+        hidden: Floats,
+        indices: Indices,
+        weights: Floats,
+        extra: Sequence[int],
+        scale: bool,
+        reads: bool,
     ) -> Floats:
         return self._rows
 

@@ -117,10 +117,10 @@ class PassShare(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
 
 
-ReadingCause = Literal["changed", "tokens", "memory", "state", "pass", "restarted"]
+ReadingCause = Literal["changed", "tokens", "memory", "state", "written", "restarted"]
 """Why a prompt was read again. ``changed``: an earlier message differs; ``tokens``: the same text is split into other
 tokens; ``memory``: the conversation was given up for memory; ``state``: the model's state goes back to a checkpoint
-only; ``pass``: the conversation can be cut only where a pass ended; ``restarted``: the model was loaded again."""
+only; ``written``: what was written is written again, not read; ``restarted``: the model was loaded again."""
 
 
 class ReadAgain(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from engine.models.formats.number_formats import BLOCKS, GROUPED, block_size
 Dtype = Literal["bfloat16", "float32"]
 """The dtype of a model's computations. ``float32`` keeps activations in float32 whatever the format of the weights."""
 
-VERSION = 34
+VERSION = 35
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"
@@ -173,7 +173,8 @@ def _declare(native: ctypes.CDLL) -> None:
     native.pllm_linear.argtypes = [pointer, number, pointer, pointer, pointer, whole, whole, pointer, whole]
     native.pllm_linear.restype = number
     native.pllm_experts.argtypes = [
-        pointer, pointer, pointer, pointer, pointer, whole, whole, whole, pointer, pointer, pointer, pointer, whole,
+        pointer, pointer, pointer, pointer, pointer, whole, whole, whole, whole, pointer, pointer, pointer,
+        pointer, whole,
     ]  # fmt: skip
     native.pllm_experts.restype = number
     native.pllm_weighted_sum.argtypes = [pointer, number, number, pointer, pointer, whole, whole, whole, pointer]

@@ -222,9 +222,11 @@ class LayerExperts:
         sum_to: int | None,
         outputs_to: int | None = None,
         counts_to: int | None = None,
+        *,
         scale_input: bool = False,
         extra: int | None = None,
         extra_count: int = 0,
+        reads: bool = False,
     ) -> None:
         """All arguments but the sizes are addresses of contiguous arrays.
 
@@ -232,14 +234,14 @@ class LayerExperts:
         ``weights`` float32 [tokens, k]; ``sum_to`` float32 [tokens, hidden], the weighted sum in the order of k;
         ``outputs_to`` float32 [tokens * k, hidden], un-weighted (0 for -1); ``counts_to`` int64 [count], added to.
         ``extra`` int32 [extra_count]: experts that are run on the first token if no route needs them, for nothing.
-        A route's result does not depend on the other tokens, to the bit, as long as its expert has few routes in the
-        call, or many; between the two the order of additions differs. Few are up to 16, or up to 8 where
-        packed weights are multiplied with AVX-512 VNNI.
+        A route's result does not depend on the other tokens, to the bit, if they are read (``reads``), or as long as
+        its expert has few routes in the call, or many; between the two the order of additions differs. Few are up to
+        16, or up to 8 where packed weights are multiplied with AVX-512 VNNI. Tokens that are read are never few.
         Raises ModelError if an index names no expert that is here, or memory runs out.
         """
         code = self._native.pllm_experts(
-            pool.handle, self.address, hidden, indices, weights, tokens, k, scale_input, sum_to, outputs_to, counts_to,
-            extra, extra_count,
+            pool.handle, self.address, hidden, indices, weights, tokens, k, scale_input, reads, sum_to, outputs_to,
+            counts_to, extra, extra_count,
         )  # fmt: skip
         if code:
             raise ModelError(f"The experts could not be run: {_MEANING[code]}.", "memory" if code == -2 else "model")

@@ -49,13 +49,14 @@ class NodeExperts(LoadedWeights):
         weights: Floats,
         extra: Sequence[int] = (),
         scale: bool = False,
+        reads: bool = False,
     ) -> Floats:
         """Every route's un-weighted result [tokens * k, width]; what rows of -1 hold does not matter.
 
         ``hidden`` [tokens, width]; ``indices``, ``weights`` [tokens, k]; ``scale``: the inputs are multiplied by the
-        weights. ``extra`` experts are run on the first token as well, for nothing. The next call may overwrite the
-        results. Raises ModelError if the shapes do not fit together, an expert is not held here, or the files were
-        changed.
+        weights. ``extra`` experts are run on the first token as well, for nothing. ``reads``: see
+        :class:`engine.moe.expert_parallel.HostRows`. The next call may overwrite the results. Raises ModelError if the
+        shapes do not fit together, an expert is not held here, or the files were changed.
         """
         backend = self._backend
         if backend is None:
@@ -64,7 +65,7 @@ class NodeExperts(LoadedWeights):
             raise ModelError(f"Hidden states {hidden.shape} and routes {indices.shape} do not fit together.")
         if hidden.shape != (len(indices), self.width):
             raise ModelError(f"Hidden states {hidden.shape} came for {len(indices)} tokens of {self.width} numbers.")
-        call = backend.begin_on_host(layer, HostRows(hidden, scale), Routes(indices, weights))
+        call = backend.begin_on_host(layer, HostRows(hidden, scale, reads), Routes(indices, weights))
         found = backend.results(call, indices, call.routes.weights, extra, FLOAT32)
         if self._experts is not None:
             self._experts.check_unchanged(layer)

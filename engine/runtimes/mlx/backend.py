@@ -100,7 +100,9 @@ class MlxBackend(ExpertBackend[Array]):
         rows = np.array(floats) if rows_too else None
         ready = np.array(outputs[0]) if outputs else None
         width, word = int(hidden.shape[1]), _WORDS[dtype]
-        return _MlxCall(layer, hidden, weights, Routes(chosen, shares), width, word, False, rows, dtype, ready)
+        return _MlxCall(
+            layer, hidden, weights, Routes(chosen, shares), width, word, rows=rows, dtype=dtype, ready=ready
+        )
 
     def _at_once(self, layer: int, hidden: Array, routes: Array, dtype: Any) -> list[Array]:
         """Unevaluated results of the ``routes`` [tokens * k] whose experts are here, as words.
@@ -124,7 +126,7 @@ class MlxBackend(ExpertBackend[Array]):
             raise _scales()
         dtype = self._computes_in
         rows, weights = mx.array(hidden.rows).astype(dtype), mx.array(routes.weights)
-        return _MlxCall(layer, rows, weights, routes, int(hidden.rows.shape[1]), _WORDS[dtype], False, None, dtype)
+        return _MlxCall(layer, rows, weights, routes, int(hidden.rows.shape[1]), _WORDS[dtype], dtype=dtype)
 
     def results(
         self, call: LayerCall[Array], mine: Indices, weights: Floats, extra: Sequence[int], word: np.dtype[Any]

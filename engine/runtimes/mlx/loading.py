@@ -442,10 +442,11 @@ class WiredExperts(NodeExperts):
         weights: Floats,
         extra: Sequence[int] = (),
         scale: bool = False,
+        reads: bool = False,
     ) -> Floats:
         """See :class:`engine.runtimes.common.node_experts.NodeExperts`. Raises ModelError if memory runs out."""
         with memory_named():
-            return super().run_experts(layer, hidden, indices, weights, extra, scale)
+            return super().run_experts(layer, hidden, indices, weights, extra, scale, reads)
 
     def close(self) -> None:
         """Free the memory."""

@@ -374,7 +374,7 @@ class Pass(ctypes.Structure):
         ("tokens", ctypes.c_int64),
         ("first_layer", ctypes.c_int64),
         ("last_layer", ctypes.c_int64),
-        ("as_steps", ctypes.c_int64),
+        ("reads", ctypes.c_int64),
         ("given_id", ctypes.c_int64),
         ("given_layers", ctypes.c_int64),
     )
@@ -390,6 +390,7 @@ class Cut(ctypes.Structure):
         ("sum", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("layer", ctypes.c_int64),
+        ("reads", ctypes.c_int64),
     )
 
 

@@ -102,7 +102,7 @@ class _WholePass:
     phase: Phase
     workspace: _Workspace
     seconds: NDArray[np.float64]
-    as_steps: bool
+    reads: bool
 
 
 class NativeModel(LocalModel):
@@ -190,7 +190,7 @@ class NativeModel(LocalModel):
                 before = self._counts() if measured else {}
                 seconds = np.zeros((self._shape.layers, len(PARTS)))
                 with self._workspace(phase) as workspace:
-                    call = _WholePass(self._weights, phase, workspace, seconds, as_steps)
+                    call = _WholePass(self._weights, phase, workspace, seconds, phase == "prefill" and not as_steps)
                     logits = self._pieces(call, parts, want_logits)
                 if measured:
                     self._record(before, seconds)
@@ -291,7 +291,7 @@ class NativeModel(LocalModel):
             rows=rows,
             tokens=count,
             last_layer=self._shape.layers,
-            as_steps=call.as_steps,
+            reads=call.reads,
             given_id=inputs.given_id,
             given_layers=inputs.given_layers,
         )

@@ -96,6 +96,7 @@ class RingTrunk:
     def _run_experts(self, layer: int, rows: int, meanwhile: Callable[[], None] | None) -> None:
         """Run a layer's experts, and write their weighted sum where the trunk expects it."""
         cut, k, width = self._cut, self._top_k, self._width
+        self._backend.reads = bool(cut.reads)
         hidden = self._at(cut.hidden, rows, width, _FLOATS)
         # Copies: the exchange keeps them while the shared expert is run.
         indices: Indices = self._at(cut.indices, rows, k, _NUMBERS).copy()

@@ -107,5 +107,7 @@ def run_layer(
 class Doubling:
     width = 4
 
-    def run_experts(self, layer: int, hidden: Any, indices: Any, weights: Any, extra: Any, scale: bool) -> Any:
+    def run_experts(
+        self, layer: int, hidden: Any, indices: Any, weights: Any, extra: Any, scale: bool, reads: bool
+    ) -> Any:
         return hidden.repeat(indices.shape[1], axis=0) * 2

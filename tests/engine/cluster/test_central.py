@@ -136,7 +136,7 @@ class Doubling:
     width = WIDTH
 
     def run_experts(
-        self, layer: int, hidden: Any, indices: Any, weights: Any, extra: Sequence[int], scale: bool
+        self, layer: int, hidden: Any, indices: Any, weights: Any, extra: Sequence[int], scale: bool, reads: bool
     ) -> Any:
         self.last = (layer, extra, scale)
         rows = hidden.repeat(indices.shape[1], axis=0) * (weights.reshape(-1, 1) if scale else 1)
@@ -159,10 +159,10 @@ def ask(head: CentralHead, layer: int = 0, scale: bool = False, meanwhile: Any =
     weights = np.full((2, 2), 0.5, np.float32)
 
     def own(mine: Any, weights: Any, extra: Any) -> Any:
-        return Doubling().run_experts(layer, hidden, mine, weights, extra, scale)
+        return Doubling().run_experts(layer, hidden, mine, weights, extra, scale, False)
 
     found = run_layer(head, layer, (indices, weights), local or own, WIDTH, hidden, scale, meanwhile)
-    expected = Doubling().run_experts(layer, hidden, indices, weights, (), scale)
+    expected = Doubling().run_experts(layer, hidden, indices, weights, (), scale, False)
     assert np.array_equal(found.outputs, expected)
     return found
 
@@ -242,13 +242,14 @@ def test_a_node_that_fails_says_why() -> None:
     ("body", "words"),
     [
         (b"", "too few"),
-        (SHAPE.pack(0, 2, WIDTH, 0), "lacks"),
-        (SHAPE.pack(1, 5, WIDTH, 0) + bytes(44), "lacks"),
-        (SHAPE.pack(1, 2, 9, 0) + bytes(44), "lacks"),
-        (SHAPE.pack(1, 2, WIDTH, 3) + bytes(44), "lacks"),
-        (SHAPE.pack(2**31, 2, WIDTH, 0), "lacks"),
-        (SHAPE.pack(1, 2, WIDTH, 0) + bytes(31), "were expected"),
-        (SHAPE.pack(1, 2, WIDTH, 0) + np.array([0, 4], np.int32).tobytes() + bytes(24), "none of 4"),
+        (SHAPE.pack(0, 2, WIDTH, 0, 0), "lacks"),
+        (SHAPE.pack(1, 5, WIDTH, 0, 0) + bytes(44), "lacks"),
+        (SHAPE.pack(1, 2, 9, 0, 0) + bytes(44), "lacks"),
+        (SHAPE.pack(1, 2, WIDTH, 3, 0) + bytes(44), "lacks"),
+        (SHAPE.pack(1, 2, WIDTH, 0, 2) + bytes(44), "lacks"),
+        (SHAPE.pack(2**31, 2, WIDTH, 0, 0), "lacks"),
+        (SHAPE.pack(1, 2, WIDTH, 0, 0) + bytes(31), "were expected"),
+        (SHAPE.pack(1, 2, WIDTH, 0, 0) + np.array([0, 4], np.int32).tobytes() + bytes(24), "none of 4"),
     ],
 )
 def test_what_no_head_sends_is_refused(body: bytes, words: str) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.runtimes.protocol import TokenRows
 from engine.session.kept_rows import MOST_KEPT, CachedRow, RowCheckpoint, best_row, to_keep
-from engine.session.passes import PassSequence
+from engine.session.origins import Origins
 
 
 class Rows(TokenRows):
@@ -33,37 +33,28 @@ TOKENS = st.lists(st.integers(0, 1), max_size=9)
 @st.composite
 def cached(draw: st.DrawFn) -> CachedRow:
     tokens = draw(TOKENS)
-    passes = PassSequence()
-    while passes.length < len(tokens):
-        rest = len(tokens) - passes.length
+    origins = Origins()
+    while origins.length < len(tokens):
+        rest = len(tokens) - origins.length
         count = draw(st.integers(1, rest))
-        passes = passes.prefilled(count) if draw(st.booleans()) else passes.decoded(count)
+        origins = origins.read(count) if draw(st.booleans()) else origins.written(count)
     known = draw(st.sampled_from([None, len(tokens)]))
     can_truncate = draw(st.booleans())
     rows = Rows(can_truncate, draw(st.integers(0, len(tokens))) if can_truncate else len(tokens))
-    begin = passes.cut(draw(st.integers(0, len(tokens))))
+    begin = origins.cut(draw(st.integers(0, len(tokens))))
     saved = None if rows.can_truncate else RowCheckpoint(tokens[: begin.length], begin, rows)
-    return CachedRow(rows, tokens, passes, None if known is None else (known, None), saved)  # type: ignore[arg-type]
+    return CachedRow(rows, tokens, origins, None if known is None else (known, None), saved)  # type: ignore[arg-type]
 
 
-def ends(passes: PassSequence) -> list[int]:
-    """The numbers of tokens after which a pass ended."""
-    found = [0]
-    for run in passes.runs:
-        found += [found[-1] + run] if run > 0 else [found[-1] + number for number in range(1, 1 - run)]
-    return found
+def by_hand(row: CachedRow, prompt: list[int], wanted: Origins | None) -> int:
+    """The longest beginning of ``prompt`` that the row holds, with the wanted origins, to which it can be cut."""
 
-
-def by_hand(row: CachedRow, prompt: list[int], wanted: PassSequence | None) -> int:
-    """The longest beginning of ``prompt`` that the row holds, by the wanted passes, and where it can be cut."""
-
-    def fits(length: int, tokens: list[int], passes: PassSequence) -> bool:
+    def fits(length: int, tokens: list[int], origins: Origins) -> bool:
         same = tokens[:length] == prompt[:length] and length <= min(len(tokens), len(prompt))
-        ended = length in ends(passes)
-        made = wanted is None or (passes.cut(length) == wanted.cut(length) and length in ends(wanted))
-        return same and ended and made
+        made = wanted is None or (length <= wanted.length and origins.cut(length) == wanted.cut(length))
+        return same and made
 
-    at = [n for n in range(len(row.tokens) + 1) if fits(n, row.tokens, row.passes)]
+    at = [n for n in range(len(row.tokens) + 1) if fits(n, row.tokens, row.origins)]
     at = [n for n in at if n < len(prompt) or row.knows(n)]
     assert row.rows is not None
     if at[-1] >= row.rows.shortest_cut:
@@ -71,7 +62,7 @@ def by_hand(row: CachedRow, prompt: list[int], wanted: PassSequence | None) -> i
     saved = row.checkpoint
     if saved is None:
         return 0
-    return len(saved.tokens) if fits(len(saved.tokens), saved.tokens, saved.passes) else 0
+    return len(saved.tokens) if fits(len(saved.tokens), saved.tokens, saved.origins) else 0
 
 
 @given(st.lists(cached(), min_size=1, max_size=5), TOKENS.filter(bool), st.booleans(), st.data())
@@ -81,7 +72,7 @@ def test_the_row_with_most_to_reuse_is_taken(
     wanted = None
     if repeated:
         model = data.draw(cached().filter(lambda row: len(row.tokens) > 0))
-        wanted = model.passes
+        wanted = model.origins
         prompt = data.draw(st.sampled_from(rows)).tokens[: wanted.length]
         prompt += [1] * (wanted.length - len(prompt))
     row, reusable = best_row(rows, prompt, wanted)

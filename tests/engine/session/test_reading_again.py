@@ -73,7 +73,7 @@ def test_each_cause_has_its_condition(
         assert not cuts and not everything and not gone
     if cause == "changed":
         assert more and shared < asked and not last
-    if cause == "pass":
+    if cause == "written":
         assert not everything and cuts and not gone and (not more or shared == asked)
     if cause is None and shared > (0 if own else FEW_TOKENS):
         assert everything or (last and more)

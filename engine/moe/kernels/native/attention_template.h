@@ -469,7 +469,8 @@ static void NAME(turn_keys)(const attention *a, const void *from, int64_t blocks
 /* The blocks of PLLM_KEY_BLOCK positions of a tile, as bits, that some query sees. Leaving out the others changes no bit of
    what comes out: their weights are 0. */
 static uint32_t NAME(seen_blocks)(const attention *a, int64_t tile, int64_t from, int64_t to) {
-    const uint32_t every = (uint32_t)((1ULL << divided_up(to - tile, PLLM_KEY_BLOCK)) - 1);
+    const uint32_t before = (1U << (from - tile) / PLLM_KEY_BLOCK) - 1;
+    const uint32_t every = (uint32_t)((1ULL << divided_up(to - tile, PLLM_KEY_BLOCK)) - 1) & ~before;
     uint32_t seen = 0;
     for (int64_t i = 0; a->chosen && i < a->count; i++) {
         if (!a->chosen[i]) return every;
@@ -500,7 +501,8 @@ static void NAME(attend)(const attention *a) {
         last = MAX(last, MIN(a->high[i], a->last));
     }
     if (half) NAME(pack_queries)(a);
-    for (int64_t tile = first / PLLM_KEY_BLOCK * PLLM_KEY_BLOCK; tile < last; tile += SCORE_TILE) {
+    /* Tiles begin where no query has a part in it, so that a query's sums do not depend on those beside it. */
+    for (int64_t tile = first / SCORE_TILE * SCORE_TILE; tile < last; tile += SCORE_TILE) {
         const int64_t from = MAX(tile, first), to = MIN(tile + SCORE_TILE, last);
         const int64_t end = tile + divided_up(to - tile, PLLM_KEY_BLOCK) * PLLM_KEY_BLOCK;
         const uint32_t seen = NAME(seen_blocks)(a, tile, from, to);

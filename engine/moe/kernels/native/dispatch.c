@@ -198,9 +198,9 @@ size_t pllm_input_bytes(int64_t rows, int64_t columns) {
 
 size_t pllm_linear_scratch(void) { return aligned(PANEL_BYTES); }
 
-void pllm_input_describe(pllm_input *input, int set, int dtype, void *data, int64_t rows, int64_t columns) {
+void pllm_input_describe(pllm_input *input, int set, int dtype, void *data, int64_t rows, int64_t columns, int reads) {
     *input = (pllm_input){.data = data, .rows = rows, .columns = columns, .stride = row_stride(columns), .set = set,
-                          .dtype = dtype, .few = rows <= pllm_kernels(set, dtype)->few_tokens};
+                          .dtype = dtype, .few = !reads && rows <= pllm_kernels(set, dtype)->few_tokens};
 }
 
 void pllm_fill_row(const kernel_set *kernels, void *to, const float *from, float scale, int64_t columns) {
@@ -281,7 +281,7 @@ int pllm_linear(pllm_pool *pool, int set, const pllm_matrix *weight, const void 
     pllm_pool_lock(pool);
     int result = pllm_pool_reserve_locked(pool, pllm_linear_scratch(), pllm_input_bytes(rows, weight->columns));
     if (result == PLLM_OK) {
-        pllm_input_describe(&call.input, set, weight->dtype, pllm_pool_shared(pool), rows, weight->columns);
+        pllm_input_describe(&call.input, set, weight->dtype, pllm_pool_shared(pool), rows, weight->columns, 0);
         pllm_pool_run_locked(pool, linear_region, &call);
     }
     pllm_pool_unlock(pool);

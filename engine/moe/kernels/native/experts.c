@@ -17,8 +17,8 @@
 #define PANEL_RUN 8        /* panels in a row that one thread opens, each fetched while the one before is multiplied */
 #define OWN_ELEMENTS 65536 /* input values up to which each thread converts its own copy instead of meeting the others */
 
-/* Rows as the kernels of one kind of weights read them. An expert of more routes than are few for these kernels has tiles
-   instead of rows. */
+/* Rows as the kernels of one kind of weights read them. An expert whose routes are not taken as few has tiles instead of
+   rows. */
 typedef struct form {
     const kernel_set *kernels;
     int64_t stride; /* of a row, in elements */
@@ -65,7 +65,7 @@ static void *take(arena *from, size_t bytes) {
 static void lay_out(plan *p, const pllm_layer *layer, int64_t tokens, int64_t k, int64_t extra, arena *own,
                     arena *shared) {
     const int64_t routes = MAX(tokens * k, 1) + extra;
-    const int64_t rows = 2 * routes; /* a tile may be nearly empty, but only experts of many routes have tiles */
+    const int64_t rows = routes + MIN(routes, layer->count) * (TILE_LIMIT - 1); /* an expert's last tile may be nearly empty */
     p->layer = layer;
     p->inputs[0].kernels = pllm_kernels(layer->set, layer->gate_dtype);
     p->inputs[1].kernels = pllm_kernels(layer->set, layer->up_dtype);
@@ -93,6 +93,12 @@ static void lay_out(plan *p, const pllm_layer *layer, int64_t tokens, int64_t k,
 }
 
 static int64_t routes_of(const plan *p, int64_t expert) { return p->first[expert + 1] - p->first[expert]; }
+
+/* Whether so many routes of an expert go through `few`. The number has no part in it where tokens are read, so that a
+   token's results do not depend on how many others chose its experts. */
+static int takes_few(const plan *p, const kernel_set *kernels, int64_t count) {
+    return !p->routes->reads && count <= kernels->few_tokens;
+}
 
 static void sort_routes(plan *p) {
     const int64_t count = p->layer->count, all = p->routes->tokens * p->routes->k;
@@ -139,7 +145,7 @@ static void place_rows(const plan *p, form *f) {
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t count = routes_of(p, p->list[i]);
         f->row_offset[i] = rows;
-        if (count > f->kernels->few_tokens) {
+        if (!takes_few(p, f->kernels, count)) {
             f->any_many = 1;
             rows += divided_up(count, tile) * tile;
         } else {
@@ -192,7 +198,7 @@ static void fill_tiles(const plan *p, const form *input, int thread, int threads
     int64_t turn = 0;
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t count = routes_of(p, p->list[i]);
-        if (count <= input->kernels->few_tokens) continue;
+        if (takes_few(p, input->kernels, count)) continue;
         const int32_t *routes = p->sorted + p->first[p->list[i]];
         for (int64_t m = 0; m < count; m += tile) {
             if (turn++ % threads != thread) continue;
@@ -216,7 +222,7 @@ static void multiply(const plan *p, const kernel_set *kernels, const pllm_matrix
                      int64_t number, float *y, int64_t y_stride, const void *next) {
     pllm_matrix part;
     const void *w = rows_from(matrix, first, &part);
-    if (count <= kernels->few_tokens)
+    if (takes_few(p, kernels, count))
         kernels->few(w, matrix->dtype, matrix->row_stride, number, matrix->columns, rows, count, y, y_stride, 0);
     else
         kernels->many(w, matrix->dtype, matrix->row_stride, number, matrix->columns, tiles, count, y, y_stride, 0,
@@ -229,7 +235,7 @@ static void store_act(const plan *p, int64_t i, int64_t count, int64_t first, in
     const kernel_set *kernels = p->act.kernels;
     const int64_t tile = kernels->tile_tokens, ffn = p->layer->ffn, bytes = p->act.stride * kernels->row_element;
     char *act = p->act.rows + p->act.row_offset[i] * bytes;
-    if (count <= kernels->few_tokens) {
+    if (takes_few(p, kernels, count)) {
         for (int64_t m = 0; m < count; m++) {
             kernels->convert(act + m * bytes, first, p->part + m * p->run_rows, 1.0F, number);
             if (first + number == ffn) kernels->pad(act + m * bytes, ffn);
@@ -391,8 +397,8 @@ static int all_there(const pllm_layer *layer, const int32_t *experts, int64_t nu
 }
 
 int pllm_experts(pllm_pool *pool, const pllm_layer *layer, const float *hidden, const int32_t *indices,
-                 const float *weights, int64_t tokens, int64_t k, int64_t scale_input, float *sum, float *outputs,
-                 int64_t *counts, const int32_t *extra, int64_t extra_count) {
+                 const float *weights, int64_t tokens, int64_t k, int64_t scale_input, int64_t reads, float *sum,
+                 float *outputs, int64_t *counts, const int32_t *extra, int64_t extra_count) {
     if (!pllm_has(layer->set)) return PLLM_E_SET;
     if (tokens < 0 || k < 1 || extra_count < 0 || extra_count > layer->count) return PLLM_E_ARGUMENT;
     if (!all_there(layer, indices, tokens * k, INT32_MIN) || !all_there(layer, extra, extra_count, 0))
@@ -410,6 +416,7 @@ int pllm_experts(pllm_pool *pool, const pllm_layer *layer, const float *hidden, 
             .tokens = MIN(CHUNK_TOKENS, tokens - t),
             .k = k,
             .scale_input = scale_input,
+            .reads = reads,
             .sum = sum ? sum + t * layer->hidden : NULL,
             .outputs = outputs ? outputs + t * k * layer->hidden : NULL,
             .counts = counts,

@@ -21,7 +21,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 34
+#define PLLM_VERSION 35
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3, PLLM_E_STOPPED = -4 };
 
@@ -97,9 +97,9 @@ PLLM_API void pllm_open_row(const pllm_matrix *matrix, int64_t row, float *to);
 /* Input rows in the form the kernels of `set` read for weights of `dtype`: padded, rounded to bfloat16 for
    PLLM_AVX512_BF16 with PLLM_BF16 weights, to eight bits and a scale for 32 values with packed weights (all packed
    formats alike, and all grouped ones but PLLM_BLOCK_FP8, whose input is rounded as for PLLM_BF16 weights), and in tiles
-   when there are many of them. `few` says which: up to 16, or up to 8 where panels of bytes are multiplied. Those are of
-   packed weights with AVX2, AVX-512 VNNI and NEON, and of grouped ones with the latter two. Tiles for them hold the same
-   eight bits, other tiles float32.
+   when `few` is 0: of rows that are read, or of more than 16, or of more than 8 where panels of bytes are multiplied. Those
+   are of packed weights with AVX2, AVX-512 VNNI and NEON, and of grouped ones with the latter two. Tiles for them hold the
+   same eight bits, other tiles float32.
    What a row gives is the same to the bit whatever other rows are beside it, as long as `few` is the same, and whatever
    the number of threads; between few and many the order of the additions differs. */
 typedef struct pllm_input {
@@ -113,8 +113,9 @@ typedef struct pllm_input {
 PLLM_API size_t pllm_input_bytes(int64_t rows, int64_t columns);
 /* Bytes of each thread's scratch that pllm_linear_rows and pllm_linear_part need. */
 PLLM_API size_t pllm_linear_scratch(void);
-/* Fills in everything but the numbers. */
-PLLM_API void pllm_input_describe(pllm_input *input, int set, int dtype, void *data, int64_t rows, int64_t columns);
+/* Fills in everything but the numbers. `reads`: rows are those of tokens that are read, and are never few. */
+PLLM_API void pllm_input_describe(pllm_input *input, int set, int dtype, void *data, int64_t rows, int64_t columns,
+                                  int reads);
 /* A thread's share of converting x [rows, columns] (x_stride in elements) into `input`. All of it with 0 of 1. */
 PLLM_API void pllm_input_fill_part(const pllm_input *input, const float *x, int64_t x_stride, int thread, int threads);
 /* y[rows, first..last) = input · W[first..last)ᵀ + bias; added to y if `add`. y points at row 0, column 0 of the whole
@@ -177,6 +178,7 @@ typedef struct pllm_routes {
     const float *weights;   /* [tokens, k] */
     int64_t tokens, k;
     int64_t scale_input; /* not 0: the weight multiplies an expert's input and not its output */
+    int64_t reads;       /* not 0: the tokens are read, and those of an expert are never few; see pllm_input */
     float *sum;          /* [tokens, hidden]: the weighted sum, added up in the order of k, or NULL */
     float *outputs;      /* [tokens * k, hidden]: each route's own, un-weighted result (0 for -1), or NULL */
     int64_t *counts;     /* [count]: routes of each expert, added to what is there, or NULL */
@@ -196,8 +198,8 @@ PLLM_API void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const 
 /* The whole layer on all threads, in chunks of at most 1024 tokens. Arguments are those of pllm_routes.
    PLLM_E_ARGUMENT: an index is not below layer.count, or names an expert whose matrices are not there (data NULL). */
 PLLM_API int pllm_experts(pllm_pool *pool, const pllm_layer *layer, const float *hidden, const int32_t *indices,
-                          const float *weights, int64_t tokens, int64_t k, int64_t scale_input, float *sum,
-                          float *outputs, int64_t *counts, const int32_t *extra, int64_t extra_count);
+                          const float *weights, int64_t tokens, int64_t k, int64_t scale_input, int64_t reads,
+                          float *sum, float *outputs, int64_t *counts, const int32_t *extra, int64_t extra_count);
 /* sum[tokens, hidden] of un-weighted results `outputs` [tokens * k, hidden] and `weights` [tokens, k], to the bit what
    pllm_experts gives for `sum` with a layer of that set, whatever its dtypes. `set` must be available. */
 PLLM_API void pllm_weighted_sum(pllm_pool *pool, int set, int dtype, const float *outputs, const float *weights,

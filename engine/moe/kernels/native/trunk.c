@@ -120,8 +120,12 @@ static void residual_norm(walk *w, const float *out, const float *bias, const fl
 
 /* ---- Attention -------------------------------------------------------------------------------------------- */
 
-/* Only the last position of a prompt goes on from here: the logits after it are all that is wanted. */
-static void keep_last(walk *w) { pllm_keep_row_of_streams(w, w->rows - 1); }
+/* Only the last position of a text goes on from here: the logits after it are all that is wanted. It is always alone here,
+   so that it can be multiplied as one that is written, which is faster. */
+static void keep_last(walk *w) {
+    pllm_keep_row_of_streams(w, w->rows - 1);
+    w->reads = 0;
+}
 
 /* From what a layer without keys has gathered of all positions to the output projection. */
 static int project_gathered(walk *w, int64_t index, int last) {
@@ -129,7 +133,7 @@ static int project_gathered(walk *w, int64_t index, int last) {
     const pllm_trunk_layer *layer = job->trunk->layers + index;
     if (last && !job->pass->logits) return 0;
     const float *joined = job->attended;
-    if (last && job->pass->tokens > 1) {
+    if (last && is_text(job->pass)) {
         joined += (job->positions - 1) * layer->output.columns;
         keep_last(w);
     }
@@ -166,7 +170,7 @@ static int mamba_layer(walk *w, int64_t index, int last) {
     pllm_delta_heads(job, &w->own, index);
     barrier(w);
     if (last && !job->pass->logits) return 0;
-    if (last && job->pass->tokens > 1) keep_last(w);
+    if (last && is_text(job->pass)) keep_last(w);
     float *joined = w->few ? w->own.joined : job->attended;
     const int64_t first = job->positions - w->rows + share_start(w);
     pllm_mamba_norm(job, index, first, share_end(w) - share_start(w), joined + share_start(w) * output->columns);
@@ -212,13 +216,13 @@ static int delta_layer(walk *w, int64_t index, int last) {
    that of the rows that go on, which are `step` positions after their start. `stored`: keys are in the cache and queries ready. Returns [rows, heads * value width]. */
 static const float *gathered(walk *w, int64_t index, int last, const float *qkv, int64_t step, int stored) {
     const trunk_job *job = w->job;
-    if (job->pass->tokens > 1 && !last && job->pass->as_steps) {
+    if (job->pass->tokens > 1 && !last && !job->pass->reads) {
         pllm_attend_steps(job, &w->own, index);
         barrier(w);
         pllm_join_steps(job, index, share_start(w), share_end(w), w->own.joined);
         return w->own.joined;
     }
-    if (job->pass->tokens > 1 && !last) {
+    if (job->pass->reads && !last) {
         pllm_attend_prompt(job, &w->own, index);
         barrier(w);
         return job->attended;
@@ -257,7 +261,7 @@ static int latent_layer(walk *w, int64_t index, int last) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *layer = trunk->layers + index;
     const pllm_latent *latent = layer->latent;
-    const int prompt = job->pass->tokens > 1, wanted = !last || job->pass->logits != NULL;
+    const int prompt = is_text(job->pass), wanted = !last || job->pass->logits != NULL;
     const int ranked = trunk->latent_rank > 0;
     const pllm_indexer *indexer = latent->indexer;
     const int chooses = wanted && indexer && job->picked;
@@ -289,13 +293,13 @@ static int latent_layer(walk *w, int64_t index, int last) {
     if (!wanted) return 0;
     barrier(w);
     const int64_t first = prompt && last ? job->positions - 1 : 0;
-    if (job->picked) choose_positions(w, index, first, prompt && !last && !job->pass->as_steps);
-    pllm_latent_queries(job, &w->own, index, first, job->positions - first);
+    if (job->picked) choose_positions(w, index, first, job->pass->reads && !last);
+    pllm_latent_queries(job, &w->own, index, first, job->positions - first, w->reads && !last);
     barrier(w);
     if (prompt && last) keep_last(w);
     const float *joined = gathered(w, index, last, job->qkv + first * job->projected, first, 1);
     if (!w->few) barrier(w);
-    pllm_latent_values(job, &w->own, index, joined, w->rows);
+    pllm_latent_values(job, &w->own, index, joined, w->rows, w->reads);
     barrier(w);
     pllm_fill_input(w, job->latent_values, &layer->output);
     pllm_project(w, &layer->output, job->out, trunk->hidden);
@@ -313,7 +317,7 @@ static int attend_layer(walk *w, int64_t index, int last) {
     const pllm_pass *pass = job->pass;
     const head_shape *shape = shape_of(job, index);
     const int64_t keys = shape->queries, values = shape->values, gates = shape->gates;
-    const int prompt = pass->tokens > 1, wanted = !last || pass->logits != NULL;
+    const int prompt = is_text(pass), wanted = !last || pass->logits != NULL;
     const float *qkv = job->qkv;
     int64_t step = 0;
     const pllm_matrix *matrices[MOST_BESIDE];
@@ -334,7 +338,7 @@ static int attend_layer(walk *w, int64_t index, int last) {
         const float *normed = w->normed + (w->rows - 1) * job->trunk->hidden;
         qkv = job->qkv + (job->positions - 1) * job->projected;
         step = job->positions - 1;
-        if (w->rows > 1) keep_last(w);
+        keep_last(w);
         const pllm_matrix *const alone[] = {&layer->query, &layer->gate, chooses ? &blocks->query : NULL};
         float *const to[] = {(float *)qkv, (float *)qkv + gates, (float *)qkv + shape->blocks};
         for (int i = 0; i < 3; i++) {
@@ -419,7 +423,7 @@ static void shared_weights(walk *w, const pllm_trunk_layer *layer, float *weight
 static void run_experts(walk *w, const pllm_layer *experts, const float *hidden, const int32_t *indices,
                         const float *weights, int64_t k, int64_t scale_input, float *sum, int64_t *counts) {
     const pllm_routes routes = {.hidden = hidden, .indices = indices, .weights = weights, .tokens = w->rows,
-                                .k = k, .scale_input = scale_input, .sum = sum, .counts = counts};
+                                .k = k, .scale_input = scale_input, .reads = w->reads, .sum = sum, .counts = counts};
     pllm_experts_part(w->job->pool, experts, &routes, w->own.experts, w->job->experts, w->thread, w->threads);
     barrier(w);
 }
@@ -563,7 +567,7 @@ static int feed_forward(walk *w, int64_t index) {
         pllm_mark(w, index, PLLM_ROUTER);
         hidden = narrowed(w, layer);
         if (job->cut) {
-            if (w->thread == 0) *job->cut = (pllm_cut){hidden, indices, weights, sum, w->rows, index};
+            if (w->thread == 0) *job->cut = (pllm_cut){hidden, indices, weights, sum, w->rows, index, w->reads};
             return 0;
         }
         /* A prompt uses nearly all experts, and perhaps more than memory holds at once. */
@@ -666,7 +670,9 @@ static void set_out(walk *w, int thread, int threads, const trunk_job *job, int6
     *w = (walk){.job = job, .thread = thread, .threads = threads};
     pllm_own_layout(job, &w->own, job->own + (size_t)thread * job->own_bytes);
     /* keep_last: after the attention of the last layer that keeps anything a prompt is one row. */
-    pllm_set_rows(w, layers > job->last_kept && job->pass->tokens > 1 ? 1 : job->positions);
+    const int last = layers > job->last_kept && is_text(job->pass);
+    pllm_set_rows(w, last ? 1 : job->positions);
+    w->reads = job->pass->reads && !last;
     pllm_mark(w, 0, -1);
 }
 
@@ -722,8 +728,8 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
         rows += group->rows;
     }
     if (rows != pass->rows) return PLLM_E_ARGUMENT;
-    if (pass->as_steps && (pass->rows > 1 || pass->tokens > PLLM_STEPS)) return PLLM_E_ARGUMENT;
-    if (pass->seen && (pass->rows > 1 || pass->as_steps)) return PLLM_E_ARGUMENT;
+    if (pass->reads ? pass->rows > 1 : pass->tokens > PLLM_STEPS) return PLLM_E_ARGUMENT;
+    if (pass->seen && !pass->reads) return PLLM_E_ARGUMENT;
     for (int64_t i = 0; i < pass->rows * pass->tokens; i++)
         if (pass->ids[i] < 0 && !pass->given) return PLLM_E_ARGUMENT;
     if (pass->given_layers < 0 || (pass->given_layers && trunk->streams > 1)) return PLLM_E_ARGUMENT;

@@ -326,7 +326,7 @@ typedef struct pllm_pass {
     const float *lexical;        /* [layers with pllm_lexical, rows * tokens, lexical_width]: embeddings of each token and
                                     those before it; NULL without such layers */
     const int64_t *seen;         /* [tokens]: in layers with a window a query sees the positions before this one, if it is
-                                    behind its own; NULL: up to its own. Not with as_steps */
+                                    behind its own; NULL: up to its own. Only with `reads` */
     const float *cosine[PLLM_HEAD_KINDS], *sine[PLLM_HEAD_KINDS]; /* [groups or tokens, rotated / 2]: of each group's
                                     position, or of the tokens of the only one */
     const float *block_cosine, *block_sine; /* with pllm_blocks: [.., rotated / 2], of positions from 0 on */
@@ -340,8 +340,9 @@ typedef struct pllm_pass {
     pllm_stop stop;              /* ends pllm_trunk_run early; NULL: nothing does */
     int64_t stop_interval;       /* nanoseconds between two calls of stop, at least */
     int64_t group_count, rows, tokens, first_layer, last_layer;
-    int64_t as_steps;            /* what comes out equals, to the bit, `tokens` passes of one token each, at most PLLM_STEPS;
-                                    0: it need not */
+    int64_t reads;               /* tokens of the only row are read: what comes out equals, to the bit, what passes over parts of
+                                    them give; 0: they are written, and it equals one pass for each token, of at most
+                                    PLLM_STEPS of one row */
     int64_t given_id;            /* the token whose own embeddings (own_embedding) `given` rows have */
     int64_t given_layers;        /* 0 with several residual streams */
 } pllm_pass;
@@ -354,6 +355,7 @@ typedef struct pllm_cut {
     float *sum;             /* [rows, the same]: where the experts' weighted sum is to be put */
     int64_t rows;           /* positions that go on from here */
     int64_t layer;          /* -1: the pass did not stop, all its layers were run */
+    int64_t reads;          /* as of pllm_routes */
 } pllm_cut;
 
 /* Workspace of a pass, whatever layers it is cut into. */

@@ -130,6 +130,9 @@ static inline const head_shape *shape_of(const trunk_job *job, int64_t layer) {
     return job->shapes + job->trunk->layers[layer].kind;
 }
 
+/* Whether the pass is over tokens of one row, of which the last one alone may go on to logits. */
+static inline int is_text(const pllm_pass *pass) { return pass->tokens > 1 || pass->reads; }
+
 /* The group of a row of the pass, or of the only row's tokens, and its number in it. */
 static inline const pllm_group *group_of(const pllm_pass *pass, int64_t *row) {
     const pllm_group *group = pass->groups;
@@ -209,10 +212,11 @@ void pllm_latent_norm_rank(const trunk_job *job, int64_t layer, int64_t first, i
 void pllm_latent_keys(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *scratch);
 /* Queries of `count` positions from `first` on, multiplied by their heads' matrices for keys and ready for attention.
    Takes heads with pllm_pool_next. */
-void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int64_t count);
+void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int64_t count, int reads);
 /* The heads' values of `rows` rows, from what attention has gathered to job->latent_values. Takes heads with
    pllm_pool_next. */
-void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t rows);
+void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t rows,
+                        int reads);
 
 /* Where the angles of row `index` of the pass are, or of token `index` of its only row. */
 static inline int64_t angles_at(const pllm_pass *pass, int64_t index) {

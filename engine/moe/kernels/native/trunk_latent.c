@@ -41,14 +41,14 @@ void pllm_latent_keys(const trunk_job *job, int64_t layer, int64_t first, int64_
 
 /* y [rows, matrix.rows] = x · matrixᵀ, by this thread alone. */
 static void multiply(const trunk_job *job, const own_area *own, const pllm_matrix *matrix, const float *x,
-                     int64_t x_stride, int64_t rows, float *y, int64_t y_stride) {
+                     int64_t x_stride, int64_t rows, float *y, int64_t y_stride, int reads) {
     pllm_input input;
-    pllm_input_describe(&input, job->trunk->set, matrix->dtype, own->latent_input, rows, matrix->columns);
+    pllm_input_describe(&input, job->trunk->set, matrix->dtype, own->latent_input, rows, matrix->columns, reads);
     pllm_input_fill_part(&input, x, x_stride, 0, 1);
     pllm_linear_rows(&input, matrix, NULL, y, y_stride, 0, 0, matrix->rows, own->linear);
 }
 
-void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int64_t count) {
+void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int64_t count, int reads) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_latent *latent = trunk->layers[layer].latent;
     const int64_t width = trunk->kinds[0].width, rotated = trunk->kinds[0].rotated;
@@ -60,7 +60,7 @@ void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t laye
     for (int64_t head; (head = pllm_pool_next(job->pool)) < trunk->heads;) {
         const float *from = queries + head * each;
         float *to = job->qkv + first * job->projected + head * width;
-        multiply(job, own, latent->keys + head, from, stride, count, to + rotated, job->projected);
+        multiply(job, own, latent->keys + head, from, stride, count, to + rotated, job->projected, reads);
         for (int64_t i = 0; i < count; i++) {
             float *query = to + i * job->projected;
             const int64_t step = angles_at(job->pass, first + i);
@@ -72,12 +72,13 @@ void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t laye
     }
 }
 
-void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t rows) {
+void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t rows,
+                        int reads) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_latent *latent = trunk->layers[layer].latent;
     const head_shape *shape = job->shapes;
     const int64_t each = trunk->latent_values;
     for (int64_t head; (head = pllm_pool_next(job->pool)) < trunk->heads;)
         multiply(job, own, latent->values + head, joined + head * shape->width + shape->rotated, shape->joined, rows,
-                 job->latent_values + head * each, trunk->heads * each);
+                 job->latent_values + head * each, trunk->heads * each, reads);
 }

@@ -31,7 +31,7 @@ void pllm_set_rows(walk *w, int64_t rows) {
 void pllm_fill_strided(walk *w, const float *x, int64_t stride, const pllm_matrix *matrix) {
     if (!w->few) barrier(w);
     pllm_input_describe(&w->input, w->job->trunk->set, matrix->dtype, w->few ? w->own.input : w->job->input, w->rows,
-                        matrix->columns);
+                        matrix->columns, w->reads);
     pllm_input_fill_part(&w->input, x, stride, w->few ? 0 : w->thread, w->few ? 1 : w->threads);
     if (!w->few) barrier(w);
 }
@@ -104,7 +104,8 @@ void pllm_project_each(walk *w, const float *x, const pllm_matrix *const *matric
 
 void pllm_exact_linear(walk *w, const float *x, int64_t rows, const pllm_matrix *matrix, float *y, int alone) {
     pllm_input input;
-    pllm_input_describe(&input, w->job->trunk->exact_set, matrix->dtype, w->own.exact, rows, matrix->columns);
+    pllm_input_describe(&input, w->job->trunk->exact_set, matrix->dtype, w->own.exact, rows, matrix->columns,
+                        0);
     pllm_input_fill_part(&input, x, matrix->columns, 0, 1);
     pllm_linear_part(&input, matrix, NULL, y, matrix->rows, 0, w->own.linear, alone ? 0 : w->thread,
                      alone ? 1 : w->threads);

@@ -15,6 +15,7 @@ typedef struct walk {
     float *h, *normed, *beside;
     double since;
     int thread, threads, few;
+    int reads; /* whether the rows are multiplied as those of tokens that are read; see pllm_input */
 } walk;
 
 static inline void barrier(walk *w) { pllm_pool_barrier(w->job->pool); }

@@ -119,7 +119,7 @@ size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
     int64_t queries = 0;
     for (int64_t kind = 0; kind < trunk->kind_count; kind++) {
         const head_shape *heads = job->shapes + kind;
-        const int64_t together = job->pass->tokens > 1 ? heads->block : MIN(job->pass->rows, heads->row_group);
+        const int64_t together = is_text(job->pass) ? heads->block : MIN(job->pass->rows, heads->row_group);
         queries = MAX(queries, together * heads->group);
     }
     char *at = base;
@@ -174,7 +174,7 @@ size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
         own->latent_rank = take(&at, few * trunk->latent_rank, 4);
         own->latent_input = take(&at, 1, pllm_input_bytes(job->positions, MAX(trunk->latent_plain, width)));
     }
-    if (job->picked && job->pass->tokens > 1 && !job->pass->as_steps) {
+    if (job->picked && job->pass->reads) {
         own->index_scores = take(&at, job->index_length, 4);
         own->gathered = take(&at, job->gathered_bytes, 1);
     }
@@ -224,7 +224,7 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
         job->chunk_limit = MAX(job->chunk_limit, pllm_chunk_limit(length) + group->segment_count);
         job->index_length = MAX(job->index_length, length);
     }
-    job->part_rows = pass->as_steps ? positions : pass->rows;
+    job->part_rows = pass->reads ? 1 : positions;
     const int64_t parts = most_heads(trunk) * job->chunk_limit * job->part_rows;
     const int64_t many = positions > FEW_LIMIT ? positions : 0;
     size_t shared;
@@ -273,7 +273,7 @@ size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pas
     }
     if (trunk->index_top && job->index_length > trunk->index_top) {
         const int64_t kept = divided_up(trunk->index_top, PLLM_KEY_BLOCK) * PLLM_KEY_BLOCK;
-        job->chosen_rows = pass->tokens == 1 || pass->as_steps ? positions : 1;
+        job->chosen_rows = pass->reads ? 1 : positions;
         job->gathered_bytes = (int64_t)aligned((size_t)(kept * cached_bytes(trunk->cache_dtype, trunk->kinds[0].width)));
         job->picked = take(&at, positions * trunk->index_top, 4);
         job->index_scores = take(&at, job->chosen_rows * job->index_length, 4);

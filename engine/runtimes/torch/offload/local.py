@@ -181,7 +181,7 @@ class TorchKernelBackend(TensorBackend):
             outputs_to,
             sum_to,
             counts_to,
-            scale_input,
+            scale_input=scale_input,
         )
 
 

@@ -63,7 +63,7 @@ def test_a_conversation_says_what_one_machine_says(setting: Setting) -> None:
     assert (first.read, first.passes) == (0, 0)
     assert (second.read, second.passes) == (len(PROMPT), -(-5 // max(rows.steps_together, 1)))
     assert second.pass_s is not None and second.pass_s > 0
-    setting.ring([5, 4, 3])
+    setting.ring([PROMPT[0] + 1, 4, 3])
     assert (setting.former.again[-1].read, setting.former.again[-1].passes) == (0, 0), "a new conversation"
     assert not setting.formation.failures
 

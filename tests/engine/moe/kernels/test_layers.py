@@ -80,7 +80,16 @@ class Case:
         outputs = np.full((tokens, k, self.hidden.shape[1]), np.nan, dtype=np.float32)
         counts = np.zeros(self.count, dtype=np.int64)
         addresses = [array.ctypes.data for array in (self.hidden, self.indices, self.scales)]
-        layer.run(pool, *addresses, tokens, k, total.ctypes.data, outputs.ctypes.data, counts.ctypes.data, scale_input)
+        layer.run(
+            pool,
+            *addresses,
+            tokens,
+            k,
+            total.ctypes.data,
+            outputs.ctypes.data,
+            counts.ctypes.data,
+            scale_input=scale_input,
+        )
         return total, outputs, counts
 
     def check(self, pool: Pool, name: str, scale_input: bool = False) -> None:

@@ -37,7 +37,7 @@ class CInput(ctypes.Structure):
 def multiplies_panels_of_bytes(instructions: str) -> bool:
     """Nine rows are many only for sets that do."""
     described, dtype, rows, columns = CInput(), FORMATS["Q4_0"], ctypes.c_int64(9), ctypes.c_int64(256)
-    bindings.load().pllm_input_describe(ctypes.byref(described), SETS[instructions], dtype, None, rows, columns)
+    bindings.load().pllm_input_describe(ctypes.byref(described), SETS[instructions], dtype, None, rows, columns, 0)
     return not described.few
 
 
@@ -140,7 +140,7 @@ def test_experts_whose_matrices_have_formats_of_their_own(
     shares = generator.random((tokens, k)).astype(np.float32)
     found = np.full((tokens, hidden), np.nan, np.float32)
     code = bindings.load().pllm_experts(
-        pool.handle, ctypes.addressof(layer), x.ctypes.data, routes.ctypes.data, shares.ctypes.data, tokens, k, 0,
+        pool.handle, ctypes.addressof(layer), x.ctypes.data, routes.ctypes.data, shares.ctypes.data, tokens, k, 0, 0,
         found.ctypes.data, None, None, None, 0,
     )  # fmt: skip
     assert code == 0
