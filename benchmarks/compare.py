@@ -37,6 +37,7 @@ from benchmarks.measuring import (
     PACKED_MAY_DIFFER,
     PACKED_NEAR_TIE,
     REFERENCE,
+    RUN_TOGETHER,
     Comparison,
     Measure,
     ReadBytes,
@@ -112,14 +113,20 @@ class Bench:
         return rates
 
 
-def check_equal(bench: Bench, vocabulary: int) -> list[Comparison]:
-    """Every engine's logits against the reference's: after a prompt, and for two rows over three steps."""
+def check_equal(bench: Bench, apart: bool, vocabulary: int) -> list[Comparison]:
+    """Every engine's logits against the reference's: after a prompt, and for two rows over three steps. ``apart``: of
+    rows with prompts of their own, where an engine runs such in one pass."""
     found: dict[str, Any] = {}
+    common = {"context": 24, "rows": 2, "steps": 3, "vocabulary": vocabulary}
     for engine in sorted(bench.engines, key=lambda name: name != "transformers"):
+        variants = [variant for variant in KINDS[engine].variants if not apart or variant in RUN_TOGETHER]
+        if not variants:
+            continue
         with bench.worker(engine) as worker:
-            for variant in KINDS[engine].variants:
-                answer = worker.ask("logits", variant=variant, tokens=24, rows=2, steps=3, vocabulary=vocabulary)
-                found[variant] = np.array(answer)
+            for variant in variants:
+                found[variant] = np.array(worker.ask("logits", variant=variant, apart=apart, **common))
+    if not found:
+        return []
     reference = REFERENCE if REFERENCE in found else next(iter(found))
     packed = bench.subject.packed
     least, tie = (PACKED_COSINE, PACKED_NEAR_TIE) if packed else (MIN_COSINE, NEAR_TIE)
@@ -128,16 +135,18 @@ def check_equal(bench: Bench, vocabulary: int) -> list[Comparison]:
     return [compare_logits(variant, logits, found[reference], least, tie, others) for variant, logits in found.items()]
 
 
-def check_routing(bench: Bench, rows: Sequence[int], reads: ReadBytes, vocabulary: int) -> list[Routing]:
+def check_routing(bench: Bench, measures: Sequence[Measure], reads: ReadBytes, vocabulary: int) -> dict[str, Routing]:
     """How many experts the measured steps use: they are the same in every engine, so one is asked."""
-    found = []
+    found = {}
+    common = {"variant": OURS, "tokens": 0, "context": 64, "count": 8, "vocabulary": vocabulary}
     with bench.worker(OURS) as worker:
-        for count in rows:
-            passes = worker.ask(
-                "watched", variant=OURS, rows=count, tokens=0, context=64, count=8, vocabulary=vocabulary
-            )
-            expected = expected_distinct_experts(reads.experts, reads.per_token, count)
-            found.append(Routing(count, statistics.mean(each["distinct"] for each in passes), expected))
+        for measure in measures:
+            if not measure.rows:
+                continue
+            passes = worker.ask("watched", rows=measure.rows, apart=measure.apart, **common)
+            distinct = statistics.mean(each["distinct"] for each in passes)
+            expected = expected_distinct_experts(reads.experts, reads.per_token, measure.rows)
+            found[measure.name] = Routing(distinct, expected)
     return found
 
 
@@ -170,7 +179,9 @@ def measure_once(
     common = {"variant": variant, "vocabulary": vocabulary}
     if measure.rows:
         count = counts.get(measure.rows, counts[0])
-        steps: list[float] = worker.ask("steps", rows=measure.rows, context=64, count=count, **common)
+        steps: list[float] = worker.ask(
+            "steps", rows=measure.rows, apart=measure.apart, context=64, count=count, **common
+        )
         return statistics.median(steps)
     seconds: float = worker.ask("prefill", tokens=measure.tokens, seed=index, **common)
     return seconds
@@ -198,17 +209,18 @@ def run(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
         for engine in bench.engines:
             with bench.worker(engine) as worker:
                 versions[engine] = worker.ask("version")
-        comparisons = check_equal(bench, vocabulary)
+        comparisons = check_equal(bench, False, vocabulary)
+        if any(measure.apart for measure in arguments.measures):
+            comparisons += check_equal(bench, True, vocabulary)
         for comparison in comparisons:
             say(f"  {comparison}")
         unequal = [comparison.variant for comparison in comparisons if not comparison.equal]
         if unequal:
             raise SystemExit(f"{subject.title}: {', '.join(unequal)} computes something else; nothing was timed.")
-        rows = [measure.rows for measure in arguments.measures if measure.rows]
         routed = OURS in bench.engines and reads.experts > 1
-        routing = check_routing(bench, rows, reads, vocabulary) if routed else []
-        for use in routing:
-            say(f"  distinct experts per layer: {use}" + (", DEGENERATE" if use.degenerate else ""))
+        routing = check_routing(bench, arguments.measures, reads, vocabulary) if routed else {}
+        for name, use in routing.items():
+            say(f"  distinct experts per layer: {name} {use}" + (", DEGENERATE" if use.degenerate else ""))
         # A round that is not counted: pages come in, threads start, kernels choose themselves.
         measure_round(bench, 0, arguments.measures[:1] + arguments.measures[-1:], {0: 1}, vocabulary)
         for index in range(arguments.rounds):
@@ -221,8 +233,12 @@ def run(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
         "title": subject.title,
         "kind": subject.kind,
         "nbytes": subject.nbytes,
-        "bytes_per_token": int(reads.step()),
-        "routing": [asdict(use) for use in routing],
+        "step_bytes": {
+            measure.name: int(reads.step(routing[measure.name].distinct if routing else None))
+            for measure in arguments.measures
+            if measure.rows and (routing or reads.experts <= 1 or measure.rows == 1)
+        },
+        "routing": {name: asdict(use) for name, use in routing.items()},
         "together": bench.together,
         "versions": versions,
         "comparisons": [asdict(comparison) for comparison in comparisons],
@@ -264,9 +280,9 @@ def report(result: dict[str, Any], measures: Sequence[Measure]) -> str:
     ]
     for model in result["models"]:
         lines += ["", markdown(model["title"], model["seconds"], measures), ""]
-        lines += read_fraction(model["seconds"], model["read_bytes_per_s"], model["bytes_per_token"])
+        lines += read_fraction(model["seconds"], model["read_bytes_per_s"], model["step_bytes"])
         if model["routing"]:
-            uses = "; ".join(str(Routing(**use)) for use in model["routing"])
+            uses = "; ".join(f"{name} {Routing(**use)}" for name, use in model["routing"].items())
             lines += ["", f"Distinct experts per layer and step: {uses}."]
         lines += ["", "Compared: " + "; ".join(model["versions"].values()) + "."]
         if not model["together"]:

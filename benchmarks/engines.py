@@ -29,7 +29,8 @@ MAX_ROWS = 16
 
 
 class Engine(ABC):
-    """A loaded model with one prompt in its cache. The order of calls is: prompt, then rows, then steps."""
+    """A loaded model with one prompt in its cache. The order of calls is: prompt, then rows, then steps; or answers,
+    then steps."""
 
     variants: ClassVar[tuple[str, ...]]
     """Ways to run the same loaded weights that are measured apart."""
@@ -55,6 +56,11 @@ class Engine(ABC):
     def rows(self, count: int) -> None:
         """Continue from the prompt with ``count`` rows, as a beam search does. Drops what was stepped before."""
 
+    def answers(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Forget everything, prefill a text of its own for each row. Raises NotImplementedError where rows of texts of
+        their own do not share a pass."""
+        raise NotImplementedError
+
     @abstractmethod
     def step(self, tokens: Sequence[int]) -> Logits:
         """One decoding step, one token per row; logits [rows, vocabulary]."""
@@ -77,7 +83,7 @@ class PrivatellmEngine(Engine):
         runtime = runtime_named(choose_runtime(request, model).name)
         self.model = runtime.load(model, request, lambda stage, done, total, unit: None)
         self._base = self.model.start()
-        self._rows = self._base
+        self._rows = [self._base]
 
     def version(self) -> str:
         import importlib.metadata
@@ -95,10 +101,24 @@ class PrivatellmEngine(Engine):
         return logits
 
     def rows(self, count: int) -> None:
-        self._rows = self._base.fan_out(count)
+        self._rows = [self._base.fan_out(count)]
+
+    def answers(self, prompts: Sequence[Sequence[int]]) -> None:
+        self._rows = [self.model.start() for _ in prompts]
+        for rows, prompt in zip(self._rows, prompts, strict=True):
+            rows.extend(prompt, want_logits=False)
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        return self._rows.step(tokens)
+        if len(self._rows) == 1:
+            return self._rows[0].step(tokens)
+        found: list[Logits] = []
+        most = self.model.rows_together
+        for start in range(0, len(tokens), most):
+            rows = self._rows[start : start + most]
+            found += self.model.step_together(
+                [(row, [token]) for row, token in zip(rows, tokens[start:], strict=False)]
+            )
+        return np.concatenate(found)
 
 
 class PrivatellmTorchEngine(PrivatellmEngine):
@@ -224,7 +244,8 @@ class LlamaCppEngine(Engine):
             raise ValueError(f"{self.name} cannot make a context for {model}")
         self._vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
         self._batch = api.llama_batch_init(512, 0, 1)
-        self._length = self._position = 0
+        self._length = 0
+        self._positions: list[int] = []
         self._all_logits = False
 
     def version(self) -> str:
@@ -255,13 +276,22 @@ class LlamaCppEngine(Engine):
         return np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, index), (self._vocabulary,)).copy()
 
     def prompt(self, tokens: Sequence[int]) -> Logits:
-        self._api.llama_memory_clear(self._memory, True)
+        self._clear()
         return self._prompt(tokens)
 
-    def _prompt(self, tokens: Sequence[int]) -> Logits:
+    def _clear(self) -> None:
+        self._api.llama_memory_clear(self._memory, True)
+
+    def answers(self, prompts: Sequence[Sequence[int]]) -> None:
+        self._clear()
+        for sequence, prompt in enumerate(prompts):
+            self._prompt(prompt, sequence)
+        self._positions = [len(prompt) for prompt in prompts]
+
+    def _prompt(self, tokens: Sequence[int], sequence: int = 0) -> Logits:
         self._length = len(tokens)
         last = len(tokens) - 1
-        entries = [(token, index, 0, self._all_logits or index == last) for index, token in enumerate(tokens)]
+        entries = [(token, index, sequence, self._all_logits or index == last) for index, token in enumerate(tokens)]
         logits: Logits = self._decode(entries)[-1]
         return logits
 
@@ -270,11 +300,12 @@ class LlamaCppEngine(Engine):
             self._api.llama_memory_seq_rm(self._memory, sequence, self._length if sequence == 0 else 0, -1)
         for sequence in range(1, count):
             self._api.llama_memory_seq_cp(self._memory, 0, sequence, 0, self._length)
-        self._position = self._length
+        self._positions = [self._length] * count
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        entries = [(token, self._position, sequence, True) for sequence, token in enumerate(tokens)]
-        self._position += 1
+        placed = enumerate(zip(tokens, self._positions, strict=True))
+        entries = [(token, position, sequence, True) for sequence, (token, position) in placed]
+        self._positions = [position + 1 for position in self._positions]
         return self._decode(entries)
 
 
@@ -302,9 +333,8 @@ class IkLlamaCppEngine(LlamaCppEngine):
 
         return f"ik_llama.cpp (ik-llama-cpp-python {version('ik-llama-cpp-python')})"
 
-    def prompt(self, tokens: Sequence[int]) -> Logits:
+    def _clear(self) -> None:
         self._api.llama_kv_cache_clear(self._context)
-        return self._prompt(tokens)
 
     def rows(self, count: int) -> None:
         cache = self._api._lib
@@ -313,7 +343,7 @@ class IkLlamaCppEngine(LlamaCppEngine):
             cache.llama_kv_cache_seq_rm(ctypes.c_void_p(self._context), sequence, first, -1)
         for sequence in range(1, count):
             cache.llama_kv_cache_seq_cp(ctypes.c_void_p(self._context), 0, sequence, 0, self._length)
-        self._position = self._length
+        self._positions = [self._length] * count
 
 
 class IkLlamaCppRepackedEngine(IkLlamaCppEngine):

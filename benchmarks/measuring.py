@@ -24,6 +24,9 @@ PREFILL_ONLY = frozenset({"llama.cpp, all logits"})
 DECODE_ONLY = frozenset({"mlx-lm"}) if sys.platform != "darwin" else frozenset()
 """Variants too slow for anything but decoding one row: mlx off Apple Silicon is there to check results."""
 
+RUN_TOGETHER = frozenset({"privatellm", "llama.cpp", "llama.cpp, in place", IK, IK_REPACKED})
+"""Variants that step texts of different lengths in one pass."""
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -32,11 +35,15 @@ class Measure:
     name: str
     rows: int = 0
     tokens: int = 0
+    apart: bool = False
+    """Whether each row goes on from a prompt of its own, as the answers of several programs do."""
 
     def of(self, variant: str) -> bool:
         """Whether it is measured for ``variant``."""
         if variant in PREFILL_ONLY:
             return self.rows == 0
+        if self.apart and variant not in RUN_TOGETHER:
+            return False
         return self.rows == 1 or variant not in DECODE_ONLY
 
     @property
@@ -49,6 +56,7 @@ MEASURES = (
     Measure("4 rows", rows=4),
     Measure("8 rows", rows=8),
     Measure("12 rows", rows=12),
+    *(Measure(f"{answers} answers", rows=answers, apart=True) for answers in (2, 4, 8, 16)),
     Measure("prefill 64", tokens=64),
     Measure("prefill 512", tokens=512),
 )
@@ -219,10 +227,9 @@ class ReadBytes:
 
 @dataclass(frozen=True)
 class Routing:
-    """How many different experts a step of ``rows`` rows used: the mean over layers and steps, and what even routing
-    would have used."""
+    """How many different experts a layer used in a step: the mean over layers and steps, and what even routing would
+    have used."""
 
-    rows: int
     distinct: float
     expected: float
 
@@ -232,7 +239,7 @@ class Routing:
         return self.distinct < 0.8 * self.expected
 
     def __str__(self) -> str:
-        return f"{self.rows} row{'s' * (self.rows > 1)} {self.distinct:.1f} (evenly routed {self.expected:.1f})"
+        return f"{self.distinct:.1f} (evenly routed {self.expected:.1f})"
 
 
 def _milliseconds(values: Sequence[float]) -> str:
@@ -282,19 +289,27 @@ def _tokens_per_second(samples: Samples, measure: Measure) -> str:
     return f"{measure.tokens_per_pass / statistics.median(samples[OURS][measure.name]):.1f}"
 
 
-def read_fraction(samples: Samples, rates: Sequence[float], nbytes: int) -> list[str]:
-    """One line per engine: the rate at which its decoding reads weights, as a share of the streaming-read rate."""
+def read_fraction(samples: Samples, rates: Sequence[float], step_bytes: Mapping[str, int]) -> list[str]:
+    """The rate at which each engine's steps read weights, as a share of the streaming-read rate. ``step_bytes``: bytes
+    of the weights that a step of each measure reads, each expert once."""
     rate = Spread.of([value / 1e9 for value in rates])
     lines = [
-        f"Streaming read in the same run: {rate.median:.1f} GB/s ({rate.low:.1f}–{rate.high:.1f}). "
-        f"A decoded token reads {nbytes / 1e9:.3f} GB of weights.",
+        f"Streaming read in the same run: {rate.median:.1f} GB/s ({rate.low:.1f}–{rate.high:.1f}). Share of it at "
+        "which steps read their weights, each expert once:",
         "",
     ]
-    for variant, measured in samples.items():
-        if "decode" in measured:
-            achieved = nbytes / statistics.median(measured["decode"]) / 1e9
-            lines.append(f"- {variant}: {achieved:.1f} GB/s, {achieved / rate.median:.0%} of it")
-    return lines
+
+    def share(variant: str, measure: str) -> str:
+        seconds = samples[variant].get(measure)
+        if not seconds:
+            return "–"
+        return f"{step_bytes[measure] / statistics.median(seconds) / 1e9 / rate.median:.0%}"
+
+    rows = [
+        [measure, f"{nbytes / 1e9:.3f}", *(share(variant, measure) for variant in samples)]
+        for measure, nbytes in step_bytes.items()
+    ]
+    return lines + table(["", "GB", *samples], rows)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

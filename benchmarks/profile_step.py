@@ -115,7 +115,9 @@ def measure(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
         wanted += [(0, tokens, max(3, arguments.steps // 4)) for tokens in arguments.prompts]
         for rows, tokens, count in wanted:
             # The first quarter warms up.
-            passes = worker.ask("watched", rows=rows, tokens=tokens, count=count + count // 4 + 1, **common)
+            passes = worker.ask(
+                "watched", rows=rows, apart=False, tokens=tokens, count=count + count // 4 + 1, **common
+            )
             found["passes"].append({"rows": rows, "tokens": tokens, "passes": passes[-count:]})
     return found
 

@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,30 +28,41 @@ class Target:
     """One target: a ratio of the medians of one run, and the bound it must keep.
 
     ``speed``: how many times as fast we are as llama.cpp; ``time``: our time relative to llama.cpp's; ``step``: our
-    time of ``measure`` relative to our own time of ``base``.
+    time of ``measure`` relative to our own time of ``base``; ``total``: our tokens per second of ``measure`` relative
+    to those of ``base``.
     """
 
     model: str
     """The kind of the model (``benchmarks.subjects.Kind``)."""
     measure: str
-    ratio: Literal["speed", "time", "step"]
+    ratio: Literal["speed", "time", "step", "total"]
     bound: float
     base: str = ""
 
     @property
     def at_least(self) -> bool:
-        return self.ratio == "speed"
+        return self.ratio in ("speed", "total")
 
     @property
     def text(self) -> str:
         if self.ratio == "step":
             return f"time of {self.measure} relative to {self.base}"
+        if self.ratio == "total":
+            return f"total tokens/s of {self.measure} relative to {self.base}"
         return f"{self.measure}: {self.ratio} relative to {OTHER}"
+
+
+def _together(model: str, *bounds: float) -> Iterator[Target]:
+    """The total tokens per second wanted of 2, 4, 8 and 16 answers at once, relative to one answer, and to the rivals'
+    of as many."""
+    for measure, bound in zip((measure.name for measure in MEASURES if measure.apart), bounds, strict=True):
+        yield Target(model, measure, "total", bound, base="decode")
+        yield Target(model, measure, "speed", 1.3)
 
 
 def _packed(model: str, *bounds: float | None) -> list[Target]:
     """The speeds wanted of a packed model, in the order of the measures; None: no bound."""
-    wanted = zip((measure.name for measure in MEASURES), bounds, strict=True)
+    wanted = zip((measure.name for measure in MEASURES if not measure.apart), bounds, strict=True)
     return [Target(model, measure, "speed", bound) for measure, bound in wanted if bound is not None]
 
 
@@ -74,6 +85,9 @@ TARGETS = (
     *_packed("qwen3-mxfp4", 1.15, 1.1, 1.2, 1.3, 1.5, 2.0),
     *_packed("qwen35-q4", 1.1, 1.1, None, None, 1.2, 1.5),
     *_packed("dense-q4", 1.1, 1.5, None, None, 1.5, 1.5),
+    *_together("mixtral-q4", 1.2, 1.6, 2.5, 4.2),
+    *_together("qwen3-q4", 1.2, 1.45, 1.75, 2.2),
+    *_together("dense-q4", 1.6, 2.6, 3.6, 4.5),
     *_packed("dense-q8", 1.1, 1.5, None, None, 1.5, 1.5),
     # The others are never to be slower.
     *(
@@ -148,12 +162,16 @@ def judge(samples: Samples, target: Target) -> Verdict:
 def _measured(samples: Samples, target: Target) -> Spread | None:
     other = _fastest(samples, target.measure)
     needed = [(OURS, target.measure)]
-    needed.append((OURS, target.base) if target.ratio == "step" else (other, target.measure))
+    needed.append((OURS, target.base) if target.base else (other, target.measure))
     if any(not samples.get(variant, {}).get(measure) for variant, measure in needed):
         return None
     ours = samples[OURS][target.measure]
     if target.ratio == "step":
         return time_ratio(ours, samples[OURS][target.base])
+    if target.ratio == "total":
+        tokens = {measure.name: measure.tokens_per_pass for measure in MEASURES}
+        each = [seconds / tokens[target.measure] for seconds in ours]
+        return time_ratio([seconds / tokens[target.base] for seconds in samples[OURS][target.base]], each)
     if target.ratio == "speed":
         return speed_ratio(samples, target.measure, other)
     return time_ratio(ours, samples[other][target.measure])

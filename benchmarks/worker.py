@@ -53,10 +53,20 @@ def random_tokens(seed: int, count: int, vocabulary: int) -> list[int]:
     return tokens
 
 
-def logits(engine: Engine, tokens: list[int], rows: int, steps: int, vocabulary: int) -> list[list[float]]:
-    """Logits after the prompt, then of every row of every step."""
-    found = [engine.prompt(tokens)]
-    engine.rows(rows)
+def begin(engine: Engine, context: int, rows: int, apart: bool, vocabulary: int) -> None:
+    """Make ``rows`` rows ready to be stepped: after a common prompt of ``context`` tokens or, ``apart``, each after a
+    prompt of its own, of one token less than the one before."""
+    if apart:
+        engine.answers([random_tokens(1 + index, context - index, vocabulary) for index in range(rows)])
+    else:
+        engine.prompt(random_tokens(1, context, vocabulary))
+        engine.rows(rows)
+
+
+def logits(engine: Engine, context: int, rows: int, apart: bool, steps: int, vocabulary: int) -> list[list[float]]:
+    """Logits after a prompt, then of every row of :func:`begin` in every step."""
+    found = [engine.prompt(random_tokens(7, context, vocabulary))]
+    begin(engine, context, rows, apart, vocabulary)
     for step in range(steps):
         found += list(engine.step(random_tokens(1000 + step, rows, vocabulary)))
     return [row.tolist() for row in found]
@@ -69,10 +79,11 @@ def prefill(engine: Engine, tokens: list[int]) -> float:
     return time.perf_counter() - start
 
 
-def steps(engine: Engine, context: int, rows: int, count: int, vocabulary: int, warm_up: int = 2) -> list[float]:
-    """Seconds of each of ``count`` decoding steps of ``rows`` rows after a common prompt of ``context`` tokens."""
-    engine.prompt(random_tokens(1, context, vocabulary))
-    engine.rows(rows)
+def steps(
+    engine: Engine, context: int, rows: int, apart: bool, count: int, vocabulary: int, warm_up: int = 2
+) -> list[float]:
+    """Seconds of each of ``count`` decoding steps of the rows of :func:`begin`."""
+    begin(engine, context, rows, apart, vocabulary)
     seconds = []
     for index in range(warm_up + count):
         tokens = random_tokens(100 + index, rows, vocabulary)
@@ -230,9 +241,11 @@ def alternate(engine: Engine, context: int, count: int, vocabulary: int) -> dict
     return medians
 
 
-def watched(engine: Engine, context: int, rows: int, tokens: int, count: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Where the time of each of ``count`` forward passes went: ``rows`` rows after a prompt of ``context`` tokens (the
-    steps that :func:`steps` times), or (``rows`` 0) prompts of ``tokens`` tokens.
+def watched(
+    engine: Engine, context: int, rows: int, apart: bool, tokens: int, count: int, vocabulary: int
+) -> list[dict[str, Any]]:
+    """Where the time of each of ``count`` forward passes went: the steps that :func:`steps` times, or (``rows`` 0)
+    prompts of ``tokens`` tokens.
 
     Per pass: ``parts`` (seconds by part, summed over the layers; ``outside``: embedding and head), ``distinct`` (how
     many experts a MoE layer used, the mean) and ``routes`` (of all layers).
@@ -240,8 +253,7 @@ def watched(engine: Engine, context: int, rows: int, tokens: int, count: int, vo
     assert isinstance(engine, PrivatellmEngine)
     recorder = engine.model.recorder
     if rows:
-        engine.prompt(random_tokens(1, context, vocabulary))
-        engine.rows(rows)
+        begin(engine, context, rows, apart, vocabulary)
     found = []
     recorder.enabled = True
     try:
@@ -309,17 +321,18 @@ def answer(engine: Engine | None, request: dict[str, Any], threads: int) -> Any:
     engine.select(request["variant"])
     vocabulary = request["vocabulary"]
     if request["do"] == "logits":
-        tokens = random_tokens(7, request["tokens"], vocabulary)
-        return logits(engine, tokens, request["rows"], request["steps"], vocabulary)
+        apart, count = request["apart"], request["steps"]
+        return logits(engine, request["context"], request["rows"], apart, count, vocabulary)
     if request["do"] == "prefill":
         return prefill(engine, random_tokens(request["seed"], request["tokens"], vocabulary))
     if request["do"] == "first":
         tokens = random_tokens(request["seed"], request["tokens"], vocabulary)
         return first(engine, tokens, request["count"], vocabulary)
     if request["do"] == "steps":
-        return steps(engine, request["context"], request["rows"], request["count"], vocabulary)
+        return steps(engine, request["context"], request["rows"], request["apart"], request["count"], vocabulary)
     if request["do"] == "watched":
-        return watched(engine, request["context"], request["rows"], request["tokens"], request["count"], vocabulary)
+        rows, apart, tokens = request["rows"], request["apart"], request["tokens"]
+        return watched(engine, request["context"], rows, apart, tokens, request["count"], vocabulary)
     if request["do"] == "memory":
         return highest_memory(engine, Path(request["folder"]), request["context"], vocabulary)
     if request["do"] == "learn_popularity":

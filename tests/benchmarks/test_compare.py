@@ -18,7 +18,7 @@ from benchmarks.first_touch import STATES
 from benchmarks.first_touch import main as first_touch
 from benchmarks.gguf_export import half_rotation, write_gguf
 from benchmarks.looking import main as look
-from benchmarks.measuring import IK, IK_REPACKED, ReadBytes
+from benchmarks.measuring import RUN_TOGETHER, IK, IK_REPACKED, ReadBytes
 from benchmarks.packed_export import write_packed
 from benchmarks.packed_tensors import Mix, packed_tensors
 from benchmarks.plain_export import write_plain
@@ -151,17 +151,18 @@ def test_all_engines_are_found_equal_and_measured(tmp_path: Path, capsys: pytest
         engines.append("llama.cpp")
     result = tmp_path / "result.json"
     small = ["--models", "synthetic", "--hidden", "256", "--ffn", "320", "--layers", "1", "--work", str(tmp_path)]
-    measures = ["--measures", "decode", "4 rows", "prefill 64"]
+    measures = ["--measures", "decode", "4 rows", "2 answers", "prefill 64"]
     arguments = [*small, *measures, "--rounds", "2", "--steps", "2", "--threads", "1", "--engines", *engines]
     assert main([*arguments, "--json", str(result), "--markdown"]) == 0
     (model,) = json.loads(result.read_text(encoding="utf-8"))["models"]
     variants = {comparison["variant"] for comparison in model["comparisons"]}
     assert variants >= {"privatellm", "privatellm-torch", "transformers", "transformers-eager"}
-    assert [use["rows"] for use in model["routing"]] == [1, 4]
-    assert model["routing"][0]["distinct"] == 2
+    assert list(model["routing"]) == list(model["step_bytes"]) == ["decode", "4 rows", "2 answers"]
+    assert model["routing"]["decode"]["distinct"] == 2
     assert all(comparison["cosine"] > 0.998 for comparison in model["comparisons"])
     assert set(model["seconds"]) == variants
-    assert set(model["seconds"]["privatellm"]) == {"decode", "4 rows", "prefill 64"}
+    assert set(model["seconds"]["privatellm"]) == {"decode", "4 rows", "2 answers", "prefill 64"}
+    assert set(model["seconds"]["transformers"]) == {"decode", "4 rows", "prefill 64"}
     assert all(len(values) == 2 for measured in model["seconds"].values() for values in measured.values())
     printed = capsys.readouterr().out
     assert "| 4 rows |" in printed
@@ -206,15 +207,21 @@ def test_a_process_s_first_answer_is_measured_in_every_state(
 
 
 @pytest.mark.slow
-def test_every_engine_computes_the_same_for_qwen3_moe(tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_engine_computes_the_same_for_qwen3_moe(tmp_path: Path, apart: bool) -> None:
     installed = {"llama.cpp": "llama_cpp", "llama.cpp, in place": "llama_cpp", "mlx-lm": "mlx_lm"}
     installed |= {IK: "ik_llama_cpp", IK_REPACKED: "ik_llama_cpp"}
-    engines = [kind for kind in KINDS if importlib.util.find_spec(installed.get(kind, "engine")) is not None]
+    engines = [
+        kind
+        for kind in KINDS
+        if importlib.util.find_spec(installed.get(kind, "engine")) is not None
+        and (not apart or RUN_TOGETHER & set(KINDS[kind].variants))
+    ]
     folder = write_synthetic(tmp_path / "model", TINY_QWEN3)
     subject = Subject("tiny", folder, write_gguf(folder, tmp_path / "model.gguf"))
     with Bench(subject, engines, 1, tmp_path / "log") as bench:
-        comparisons = check_equal(bench, TINY_QWEN3.vocabulary)
-    assert len(comparisons) >= len(engines) + 1
+        comparisons = check_equal(bench, apart, TINY_QWEN3.vocabulary)
+    assert len(comparisons) >= len(engines) + (not apart)
     assert [comparison.variant for comparison in comparisons if not comparison.equal] == []
 
 

@@ -86,15 +86,17 @@ def test_a_tied_head_is_read_once_and_its_row_is_part_of_it() -> None:
 
 
 def test_routing_of_too_few_experts_is_called_so() -> None:
-    assert not Routing(12, 65.0, 69.0).degenerate
-    assert Routing(12, 52.0, 69.0).degenerate
-    assert str(Routing(1, 8.0, 8.0)) == "1 row 8.0 (evenly routed 8.0)"
+    assert not Routing(65.0, 69.0).degenerate
+    assert Routing(52.0, 69.0).degenerate
+    assert str(Routing(8.0, 8.0)) == "8.0 (evenly routed 8.0)"
 
 
 def test_variants_are_measured_where_that_says_something() -> None:
     decode, four, prompt = Measure("decode", rows=1), Measure("4 rows", rows=4), Measure("prefill 64", tokens=64)
     assert [measure.of("llama.cpp, all logits") for measure in (decode, four, prompt)] == [False, False, True]
     assert all(measure.of("privatellm") for measure in (decode, four, prompt))
+    apart = Measure("4 answers", rows=4, apart=True)
+    assert [apart.of(name) for name in ("privatellm", "llama.cpp", "transformers")] == [True, True, False]
 
 
 def test_the_tables_hold_every_engine_and_measure() -> None:
@@ -108,9 +110,10 @@ def test_the_tables_hold_every_engine_and_measure() -> None:
         assert text.count(f"| {measure.name} |") == 2
     assert "| decode | 110 (100–120) | 220 (200–240) | 330 (300–360) | – | 9.1 |" in text
     assert "| decode | 2.00 | 3.00 | – |" in text
-    lines = read_fraction(samples, [20e9, 22e9], 1_100_000_000)
+    lines = read_fraction(samples, [20e9, 22e9], {"decode": 1_100_000_000, "4 rows": 2_200_000_000})
     assert lines[0].startswith("Streaming read in the same run: 21.0 GB/s (20.0–22.0).")
-    assert "- privatellm: 10.0 GB/s, 48% of it" in lines
+    assert "| decode | 1.100 | 48% | 24% | 16% | – |" in lines
+    assert "| 4 rows | 2.200 | 95% | 48% | 32% | – |" in lines
 
 
 @pytest.mark.parametrize(

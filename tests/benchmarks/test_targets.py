@@ -37,6 +37,13 @@ def test_a_step_is_measured_against_our_own() -> None:
     assert verdict.met is True
 
 
+def test_a_total_counts_the_tokens_of_all_answers() -> None:
+    samples = {"privatellm": {"decode": [1.0, 2.0, 3.0], "4 answers": [2.0, 4.0, 4.0]}}
+    verdict = judge(samples, Target("mixtral-q4", "4 answers", "total", 2.0, base="decode"))
+    assert verdict.measured == Spread(2.0, 2.0, 3.0)
+    assert verdict.met is True
+
+
 @pytest.mark.parametrize("missing", ["privatellm", "llama.cpp"])
 def test_what_was_not_measured_is_neither_met_nor_missed(missing: str) -> None:
     samples = {variant: measured for variant, measured in SAMPLES.items() if variant != missing}
