@@ -18,7 +18,7 @@ from benchmarks.first_touch import STATES
 from benchmarks.first_touch import main as first_touch
 from benchmarks.gguf_export import half_rotation, write_gguf
 from benchmarks.looking import main as look
-from benchmarks.measuring import RUN_TOGETHER, IK, IK_REPACKED, ReadBytes
+from benchmarks.measuring import IK, IK_REPACKED, RUN_TOGETHER, ReadBytes
 from benchmarks.packed_export import write_packed
 from benchmarks.packed_tensors import Mix, packed_tensors
 from benchmarks.plain_export import write_plain
