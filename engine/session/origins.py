@@ -50,7 +50,7 @@ class Origins:
         return Origins((*self.runs, run)) if run else self
 
     def cut(self, length: int) -> Origins:
-        """Those of the first ``length`` tokens."""
+        """Origins of the first ``length`` tokens."""
         runs: list[int] = []
         for run in self.runs:
             count = min(abs(run), length)
