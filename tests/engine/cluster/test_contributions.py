@@ -210,15 +210,14 @@ def test_nobody_waits_over_real_links(
         other = threading.Thread(target=lambda: run_layer(follower, 0, (routes, weights), local, 4))
     other.start()
     formation = Formation(layers, ends[0])
-    watch = head_model.PassWatch(formation)  # type: ignore[arg-type]
+    begun = threading.Event()
+    watch = head_model.PassWatch(formation, lambda: stopped and begun.is_set())  # type: ignore[arg-type]
     layers.begin_pass()
     for layer in (0, 1):
         if layer == 0:
             run_layer(layers, layer, (routes, weights), local, 4, rows)
             other.join(120)
             continue
-        begun = threading.Event()
-        watch.cancelled = lambda begun=begun: stopped and begun.is_set()  # type: ignore[misc]
         threading.Timer(0.1, begun.set).start()
         with pytest.raises(PeerLost):
             run_layer(layers, layer, (routes, weights), local, 4, rows)

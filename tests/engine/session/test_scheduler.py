@@ -493,7 +493,8 @@ def test_each_answer_is_told_of_the_others_and_their_rows(tmp_path: Path) -> Non
         assert first is not None and all(share.answers == 1 for share in first.shares)
         rows = {share.program: share.rows for share in first.shares}
         assert rows["serve"] >= 1 and first.rows_per_pass > 1
-        assert rows["ask"] == 3, "those of its beams"
+        shares = [share for one in ended if one.timing for share in one.timing.shares]
+        assert max(share.rows for share in shares if share.program == "ask") == 3, "those of its beams"
         alone = session.generate(Generate(id=9, **QUESTIONS["drawn"]), events["drawn"].append, Nobody())
         last = [event for event in events["drawn"] if isinstance(event, Piece)][-1]
         assert alone.token_ids and last.under_way is None

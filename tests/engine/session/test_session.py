@@ -148,9 +148,8 @@ def test_only_what_is_new_is_run(ask: Ask, reference: Any) -> None:
     same = ask(longer, max_tokens=5)
     assert same.prefilled_tokens == 0
     assert same.token_ids == second.token_ids
-    # A pass is never cut: the first one was over three tokens.
     branch = ask([*PROMPT[:4], 8, 9], max_tokens=5)
-    assert branch.prefilled_tokens == 3
+    assert branch.prefilled_tokens == 2
     assert branch.token_ids == continuation(reference, [*PROMPT[:4], 8, 9], max_new_tokens=5, eos_token_id=None)
     assert ask([1, 2, 3], max_tokens=1).prefilled_tokens == 3
 
@@ -169,8 +168,8 @@ def test_an_answer_is_not_run_again_whatever_its_tokens(ask: Ask, reference: Any
     assert second.token_ids == continuation(reference, tokens, max_new_tokens=8, eos_token_id=None)
     # Asked again: nothing is run again.
     assert ask(messages=messages, max_tokens=8).prefilled_tokens == 0
-    # Another question in its place shares what was said before it, in a whole pass of three tokens.
-    assert ask(messages=[*messages[:2], Message("user", "when")], max_tokens=1).prefilled_tokens == 1 + 1 + 6 + 1 - 3
+    # Another question in its place shares what was said before it, and its first letters.
+    assert ask(messages=[*messages[:2], Message("user", "when")], max_tokens=1).prefilled_tokens == len("en ") + 1
     changed = [question[0], Message("assistant", "No."), messages[2]]
     assert ask(messages=changed, max_tokens=1).prompt_tokens == len(tokenizer.encode_chat(changed))
 

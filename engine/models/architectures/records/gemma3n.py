@@ -172,5 +172,6 @@ FAMILIES = (
             activation_setting="hidden_activation",
         ),
         gguf=GgufRecord("gemma3n", "Gemma3nForCausalLM", settings=_settings, further=_tensors),
+        tokenizer_class="GemmaTokenizer",
     ),
 )

@@ -175,7 +175,7 @@ def test_decoded_tokens_are_run_again_in_passes_of_several(setting: Doomed) -> N
     layers = len(setting.alone.session.facts.moe_layers)
     expected = setting.said(setting.alone, prompt, greedy)
     setting.all_return()
-    setting.ring([4, 4], max_tokens=1)
+    setting.ring([5, 4], max_tokens=1)
     assert setting.said(setting.ring, prompt, greedy) == expected
     passes = setting.count // layers
     assert passes == 3 + tokens - 1, "17 tokens in chunks of six, and each token of the answer but the last"

@@ -127,9 +127,9 @@ def test_a_node_contributes_no_more_than_its_results(linked_nodes: Callable[...,
 @pytest.mark.parametrize(
     ("layer", "shape", "why"),
     [
-        (7, (1, 2, 4, 0), "asked for layer 7, which has no experts"),
-        (0, (60, 2, 4, 0), r"routes \[60, 2\]"),
-        (0, (1, 3, 4, 0), r"routes \[1, 3\]"),
+        (7, (1, 2, 4, 0, 0), "asked for layer 7, which has no experts"),
+        (0, (60, 2, 4, 0, 0), r"routes \[60, 2\]"),
+        (0, (1, 3, 4, 0, 0), r"routes \[1, 3\]"),
     ],
 )
 def test_what_a_head_asks_for_must_be_the_models(layer: int, shape: tuple[int, ...], why: str) -> None:
@@ -137,7 +137,7 @@ def test_what_a_head_asks_for_must_be_the_models(layer: int, shape: tuple[int, .
     node = CentralNode(RankContext("epoch", 1, PLACEMENT, "central"), memory.ends[1], Doubling(), most_tokens=50)
 
     def evil() -> bytes:
-        tokens, k, width, _ = shape
+        tokens, k, width, *_ = shape
         asked = HEADER.pack(0, layer, 0, bytes(8)) + SHAPE.pack(*shape) + bytes(4 * tokens * (k + width))
         memory.ends[0].send([asked], 1000)
         memory.ends[0].receive()
