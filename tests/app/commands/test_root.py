@@ -328,13 +328,14 @@ def test_ctrl_c_keeps_the_answer_so_far(
 def test_ctrl_c_does_not_wait_for_ever(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = psutil.Process().children()
     install(home)
     play(monkeypatch, "stubborn")
     monkeypatch.setattr(engine_work, "_ORDERLY_END_WAIT_S", 0.05)
     _ctrl_c_at_the_first_piece(monkeypatch)
     assert run(["ask", "wait:"]) == 130
     assert capsys.readouterr().out == "unended\n"
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_ctrl_c_while_pulling(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
