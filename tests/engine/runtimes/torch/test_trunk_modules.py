@@ -26,6 +26,7 @@ OTHERS = (
     "cohere2",
     "cohere2_moe",
     "gemma2",
+    "step3p5",
 )
 """Families with norms of another kind: centred ones, or with weights that are counted from one."""
 
