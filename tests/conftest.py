@@ -50,8 +50,17 @@ gc.disable()
 
 WAITING = ("faults", "engine/cluster", "app")
 """Folders whose tests mostly wait for other processes, the one whose files take longest first."""
-COMPUTING = ("packaging", "engine/session", "engine/runtimes", "app/tui", "app/chat", "engine/planning")
-"""The same of folders whose tests mostly compute."""
+COMPUTING = (
+    "inventory",
+    "engine/moe/kernels/test_build_command.py",
+    "packaging",
+    "engine/session",
+    "engine/runtimes",
+    "app/tui",
+    "app/chat",
+    "engine/planning",
+)
+"""The same of folders, and of files in others, whose tests mostly compute."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
