@@ -19,18 +19,57 @@ _Static_assert(sizeof(byte_panel) <= PANEL_BYTES, "a panel of bytes fits where o
 
 /* ---- Opening a panel -------------------------------------------------------------------------------------------- */
 
+/* A unit of sixteen rows, so many bytes apart. */
+typedef struct sixteen_rows {
+    const uint8_t *first;
+    int64_t step;
+} sixteen_rows;
+
+ALWAYS_INLINE const uint8_t *row_of(const sixteen_rows rows, const int r) { return rows.first + r * rows.step; }
+
+/* Up to UNIT values of the `count` rows from `w` on: the sixteen of vector v. Where not all are there, those that lack get the
+   last one's, and where the unit is not whole zeros follow, so that nothing is read past the row: copies in `room`. */
+ALWAYS_INLINE sixteen_rows rows_of(const uint8_t *w, const int64_t row_bytes, const int v, const int64_t count,
+                                   const int64_t values, uint8_t room[16][UNIT_BYTES_LIMIT], const int dtype) {
+    if (values == UNIT && 16 * (v + 1) <= count) return (sixteen_rows){w + 16 * v * row_bytes, row_bytes};
+    for (int r = 0; r < 16; r++) {
+        memset(room[r], 0, UNIT_BYTES_LIMIT);
+        memcpy(room[r], w + MIN(16 * v + r, count - 1) * row_bytes, (size_t)bytes_of_values(dtype, values));
+    }
+    return (sixteen_rows){room[0], UNIT_BYTES_LIMIT};
+}
+
+/* The 16 bytes at `at` of each row as four vectors of words, a row to a lane. */
+ALWAYS_INLINE void sixteen_words(const sixteen_rows rows, const int64_t at, __m512i to[4]) {
+    __m512i four[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        sixteen_rows own = {row_of(rows, i) + at, 4 * rows.step};
+        __asm__("" : "+r"(own.first)); /* or sixteen addresses are kept, most of them not in registers */
+        four[i] = _mm512_castsi128_si512(sixteen_bytes(own.first));
+        four[i] = _mm512_mask_broadcast_i32x4(four[i], 0x00f0, sixteen_bytes(row_of(own, 1)));
+        four[i] = _mm512_mask_broadcast_i32x4(four[i], 0x0f00, sixteen_bytes(row_of(own, 2)));
+        four[i] = _mm512_mask_broadcast_i32x4(four[i], 0xf000, sixteen_bytes(row_of(own, 3)));
+    }
+    const __m512i a = _mm512_unpacklo_epi32(four[0], four[1]), b = _mm512_unpackhi_epi32(four[0], four[1]);
+    const __m512i c = _mm512_unpacklo_epi32(four[2], four[3]), d = _mm512_unpackhi_epi32(four[2], four[3]);
+    to[0] = _mm512_unpacklo_epi64(a, c);
+    to[1] = _mm512_unpackhi_epi64(a, c);
+    to[2] = _mm512_unpacklo_epi64(b, d);
+    to[3] = _mm512_unpackhi_epi64(b, d);
+}
+
 /* To `blocks` blocks, for the sixteen rows of vector v of the panel. */
 ALWAYS_INLINE void store_codes(panel_block *to, const int v, const int64_t blocks, const int block, const int step,
                                const __m512 codes) {
     if (block < blocks) _mm512_storeu_ps((float *)(void *)(to[block].codes[step] + 64 * v), codes);
 }
 
-ALWAYS_INLINE void open_codes(const uint8_t *const rows[16], panel_block *to, const int v, const int64_t blocks,
+ALWAYS_INLINE void open_codes(const sixteen_rows rows, panel_block *to, const int v, const int64_t blocks,
                               const int dtype) {
     __m512 lanes[16];
     if (dtype == PLLM_Q4_K) { /* a nibble of each byte, so that they are exchanged together */
         for (int half = 0; half < 2; half++) {
-            UNROLL for (int r = 0; r < 16; r++) lanes[r] = _mm512_loadu_ps(rows[r] + codes_at(dtype) + 64 * half);
+            UNROLL for (int r = 0; r < 16; r++) lanes[r] = _mm512_loadu_ps(row_of(rows, r) + codes_at(dtype) + 64 * half);
             avx512f_transpose(lanes);
             UNROLL for (int i = 0; i < 16; i++) {
                 const __m512i both = _mm512_castps_si512(lanes[i]);
@@ -44,7 +83,7 @@ ALWAYS_INLINE void open_codes(const uint8_t *const rows[16], panel_block *to, co
     }
     const uint8_t *units[16];
     uint8_t room[16][UNIT];
-    for (int r = 0; r < 16; r++) units[r] = readable(rows[r], room[r], dtype);
+    for (int r = 0; r < 16; r++) units[r] = readable(row_of(rows, r), room[r], dtype);
 #define OPEN_GROUP(g)                                                                                              \
     UNROLL for (int r = 0; r < 16; r++) lanes[r] = _mm512_castsi512_ps(codes_of(units[r], g, dtype));              \
     avx512f_transpose(lanes);                                                                                      \
@@ -56,23 +95,6 @@ ALWAYS_INLINE void open_codes(const uint8_t *const rows[16], panel_block *to, co
 #undef OPEN_GROUP
 }
 
-/* The first 16 bytes at `rows` as four vectors of words, a row to a lane. */
-ALWAYS_INLINE void sixteen_words(const uint8_t *const rows[16], const int64_t at, __m512i to[4]) {
-    __m512i four[4];
-    UNROLL for (int i = 0; i < 4; i++) {
-        four[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)(rows[i] + at)));
-        four[i] = _mm512_mask_broadcast_i32x4(four[i], 0x00f0, _mm_loadu_si128((const __m128i *)(const void *)(rows[4 + i] + at)));
-        four[i] = _mm512_mask_broadcast_i32x4(four[i], 0x0f00, _mm_loadu_si128((const __m128i *)(const void *)(rows[8 + i] + at)));
-        four[i] = _mm512_mask_broadcast_i32x4(four[i], 0xf000, _mm_loadu_si128((const __m128i *)(const void *)(rows[12 + i] + at)));
-    }
-    const __m512i a = _mm512_unpacklo_epi32(four[0], four[1]), b = _mm512_unpackhi_epi32(four[0], four[1]);
-    const __m512i c = _mm512_unpacklo_epi32(four[2], four[3]), d = _mm512_unpackhi_epi32(four[2], four[3]);
-    to[0] = _mm512_unpacklo_epi64(a, c);
-    to[1] = _mm512_unpackhi_epi64(a, c);
-    to[2] = _mm512_unpacklo_epi64(b, d);
-    to[3] = _mm512_unpackhi_epi64(b, d);
-}
-
 ALWAYS_INLINE __m512i bits_of(__m512i words, const int low, const int bits) {
     return _mm512_and_si512(_mm512_srli_epi32(words, (unsigned)low), _mm512_set1_epi32(bits));
 }
@@ -80,7 +102,7 @@ ALWAYS_INLINE __m512i bits_of(__m512i words, const int low, const int bits) {
 ALWAYS_INLINE __m512 scaled(__m512i whole, __m512 by) { return _mm512_mul_ps(_mm512_cvtepi32_ps(whole), by); }
 
 /* As k_scale. */
-ALWAYS_INLINE void open_k_scales(const uint8_t *const rows[16], panel_block *to, const int v) {
+ALWAYS_INLINE void open_k_scales(const sixteen_rows rows, panel_block *to, const int v) {
     __m512i heads[4];
     sixteen_words(rows, 0, heads);
     const __m512 scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads[0]));
@@ -97,11 +119,11 @@ ALWAYS_INLINE void open_k_scales(const uint8_t *const rows[16], panel_block *to,
     }
 }
 
-ALWAYS_INLINE void open_q6_k_scales(const uint8_t *const rows[16], panel_block *to, const int v) {
+ALWAYS_INLINE void open_q6_k_scales(const sixteen_rows rows, panel_block *to, const int v) {
     __m512i own[4];
     uint32_t halves[16];
     sixteen_words(rows, Q6_K_SCALES, own);
-    for (int r = 0; r < 16; r++) halves[r] = (uint32_t)half_at(rows[r] + Q6_K_SCALE);
+    for (int r = 0; r < 16; r++) halves[r] = (uint32_t)half_at(row_of(rows, r) + Q6_K_SCALE);
     const __m512 scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_loadu_si512(halves)));
     UNROLL for (int i = 0; i < 4; i++)
         UNROLL for (int j = 0; j < 4; j++) {
@@ -125,20 +147,20 @@ ALWAYS_INLINE void store_figures(__m256 figures[16][2], float *to, float *more, 
     }
 }
 
-ALWAYS_INLINE void open_scales(const uint8_t *const rows[16], panel_block *to, const int v, const int64_t blocks,
+ALWAYS_INLINE void open_scales(const sixteen_rows rows, panel_block *to, const int v, const int64_t blocks,
                                const int dtype) {
     const int halved = is_halved(dtype), lowered = has_minimums(dtype);
     if (dtype == PLLM_Q4_K || dtype == PLLM_Q5_K) return open_k_scales(rows, to, v);
     if (dtype == PLLM_Q6_K) return open_q6_k_scales(rows, to, v);
     __m256 figures[16][2];
     for (int r = 0; r < 16; r++) {
-        scales_of(rows[r], figures[r], dtype);
-        if (lowered && !halved) minimums_of(rows[r], figures[r] + 1, dtype);
+        scales_of(row_of(rows, r), figures[r], dtype);
+        if (lowered && !halved) minimums_of(row_of(rows, r), figures[r] + 1, dtype);
     }
     float *more = halved ? to->scales[1] + 16 * v : lowered ? to->minimums[0] + 16 * v : NULL;
     store_figures(figures, to->scales[0] + 16 * v, more, blocks);
     if (!halved || !lowered) return;
-    for (int r = 0; r < 16; r++) minimums_of(rows[r], figures[r], dtype);
+    for (int r = 0; r < 16; r++) minimums_of(row_of(rows, r), figures[r], dtype);
     store_figures(figures, to->minimums[0] + 16 * v, to->minimums[1] + 16 * v, blocks);
 }
 
@@ -148,14 +170,8 @@ ALWAYS_INLINE void open_panel(panel_block *to, const uint8_t *w, const int64_t r
     for (int64_t first = 0; first < columns; first += UNIT, to += BLOCKS_OF_UNIT) {
         const int64_t values = MIN(UNIT, columns - first), blocks = values / INPUT_BLOCK;
         for (int v = 0; v < PANEL_VECTORS; v++) {
-            uint8_t ends[16][UNIT_BYTES_LIMIT];
-            const uint8_t *rows[16];
-            for (int r = 0; r < 16; r++) {
-                rows[r] = w + MIN(16 * v + r, count - 1) * row_bytes + bytes_of_values(dtype, first);
-                if (values == UNIT) continue;
-                memset(ends[r], 0, sizeof ends[r]); /* so that nothing is read past the row */
-                rows[r] = memcpy(ends[r], rows[r], (size_t)bytes_of_values(dtype, values));
-            }
+            uint8_t room[16][UNIT_BYTES_LIMIT];
+            const sixteen_rows rows = rows_of(w + bytes_of_values(dtype, first), row_bytes, v, count, values, room, dtype);
             open_codes(rows, to, v, blocks, dtype);
             open_scales(rows, to, v, blocks, dtype);
         }
@@ -186,6 +202,25 @@ ALWAYS_INLINE int kind_of(const int dtype) {
     return has_minimums(dtype) || is_grouped(dtype) ? LOWERED : RAISED;
 }
 
+/* What the whole numbers of a block, or of half of one, begin with. */
+ALWAYS_INLINE __m512i start_of(const tile_block *tile, const int half, const int m, const __m128i less, const int kind) {
+    if (kind == RAISED) return _mm512_sra_epi32(_mm512_set1_epi32(tile->raised[2][m]), less);
+    if (kind == HALVED) return _mm512_sra_epi32(_mm512_set1_epi32(tile->raised[half][m]), less);
+    return _mm512_setzero_si512();
+}
+
+/* *sum += whole * scale * by, of a block or of its halves, the first of which waits in *first for the second. */
+ALWAYS_INLINE void add_product(__m512 *sum, __m512 *first, __m512i whole, __m512 scale, __m512 by, const int half,
+                               const int halves) {
+    const __m512 product = _mm512_cvtepi32_ps(whole);
+    if (halves == 1)
+        *sum = _mm512_fmadd_ps(product, _mm512_mul_ps(scale, by), *sum);
+    else if (half == 0)
+        *first = _mm512_mul_ps(product, scale);
+    else
+        *sum = _mm512_fmadd_ps(_mm512_fmadd_ps(product, scale, *first), by, *sum);
+}
+
 /* What a matrix's products have in common. */
 typedef struct panel_task {
     const panel_block *panel;
@@ -213,9 +248,7 @@ ALWAYS_INLINE void multiply_tile(const panel_task *task, const tile_block *tile,
         UNROLL for (int half = 0; half < halves; half++) {
             __m512i whole[BYTE_TILE_TOKENS][PANEL_VECTORS];
             UNROLL for (int m = 0; m < M; m++) {
-                __m512i start = _mm512_setzero_si512();
-                if (kind == RAISED) start = _mm512_sra_epi32(_mm512_set1_epi32(tile->raised[2][m]), less);
-                if (kind == HALVED) start = _mm512_sra_epi32(_mm512_set1_epi32(tile->raised[half][m]), less);
+                const __m512i start = start_of(tile, half, m, less, kind);
                 UNROLL for (int v = 0; v < PANEL_VECTORS; v++) whole[m][v] = start;
             }
             UNROLL for (int step = half * steps; step < (half + 1) * steps; step++) {
@@ -229,15 +262,8 @@ ALWAYS_INLINE void multiply_tile(const panel_task *task, const tile_block *tile,
             }
             UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
                 const __m512 scale = _mm512_loadu_ps(panel->scales[half] + 16 * v);
-                UNROLL for (int m = 0; m < M; m++) {
-                    const __m512 product = _mm512_cvtepi32_ps(whole[m][v]), by = _mm512_set1_ps(tile->scales[m]);
-                    if (halves == 1) {
-                        sums[m][v] = _mm512_fmadd_ps(product, _mm512_mul_ps(scale, by), sums[m][v]);
-                        continue;
-                    }
-                    first[m][v] = half ? _mm512_fmadd_ps(product, scale, first[m][v]) : _mm512_mul_ps(product, scale);
-                    if (half == 1) sums[m][v] = _mm512_fmadd_ps(first[m][v], by, sums[m][v]);
-                }
+                UNROLL for (int m = 0; m < M; m++)
+                    add_product(&sums[m][v], &first[m][v], whole[m][v], scale, _mm512_set1_ps(tile->scales[m]), half, halves);
             }
         }
         if (kind == RAISED || kind == HALVED) continue;
@@ -284,12 +310,18 @@ static int64_t lines_of(uint32_t *fetches, const int64_t row_bytes, const int64_
     return count;
 }
 
+#include "packed_avx512_few_tiles.h"
+
 void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
                int64_t tokens, float *y, int64_t y_stride, int add, void *scratch, const void *after) {
     byte_panel *panel = scratch;
     const pllm_matrix *grouped = is_grouped(dtype) ? weights : NULL;
     const char *data = grouped ? grouped->data : weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), count = divided_up(tokens, BYTE_TILE_TOKENS);
+    if (count <= FEW_TILES && !grouped) {
+        few_tiles(data, dtype, row_bytes, rows, columns, tiles, tokens, y, y_stride, add, after);
+        return;
+    }
     const int64_t tile_blocks = padded(columns) / INPUT_BLOCK;
     const int less = raised_shift(raised_by(dtype));
     const int64_t lines = lines_of(panel->fetches, row_bytes, bytes_of_values(dtype, MIN(PANEL_COLUMNS, columns)));
