@@ -240,7 +240,7 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings, *, sees
     )
 
 
-STEP, HOTTEST = 0.2, 1.5
+STEP, HOTTEST = 0.3, 1.5
 """Difference between the temperatures of several answers to one question, and the highest."""
 
 

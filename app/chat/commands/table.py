@@ -210,9 +210,9 @@ def _several(front: Front, argument: str) -> None:
     if not argument:
         front.several()
         return
-    number = int(count) if count.isascii() and count.isdecimal() else 0
+    number = int(count) if count.isascii() and count.isdecimal() and len(count) == 1 else 0
     if not 2 <= number <= MOST_AT_ONCE:
-        front.say(f"The number of answers must be from 2 to {MOST_AT_ONCE}, not {one_line(count)}.", "warning")
+        front.say(f"The number of answers must be from 2 to {MOST_AT_ONCE}, not {one_line(count[:20])}.", "warning")
         return
     front.hide_notice()
     if front.call(front.controller.ask_several, number, question.strip()):

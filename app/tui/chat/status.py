@@ -17,7 +17,7 @@ from app.settings.schema import Settings
 from app.text_safety import one_line
 from app.tui.keymap import key
 from app.tui.render.status_line import status_line
-from app.tui.render.streaming import Pace
+from app.tui.render.streaming import PacedDrawing
 
 FIGURES_S, SLOWEST_FIGURES_S = 1.0, 2.0
 """Seconds between two drawings of the figures that grow with an answer, at least and at most."""
@@ -92,23 +92,15 @@ class StatusLine(Widget):
         super().__init__(id=id)
         self._status = status
         self._shown = ""
-        self._pace = Pace(FIGURES_S, SLOWEST_FIGURES_S)
-        self._timer: Timer | None = None
+        self._drawing = PacedDrawing(self, self.update, FIGURES_S, SLOWEST_FIGURES_S)
 
     def grow(self) -> None:
         """The figures of an answer in progress changed: draw them when the pace allows it."""
-        wait = self._pace.wait()
-        if wait <= 0:
-            self.update()
-        elif self._timer is None:
-            self._timer = self.set_timer(wait, self.update)
+        self._drawing.want()
 
     def update(self) -> None:
         """Draw the line now if it would read differently."""
-        if self._timer is not None:
-            self._timer.stop()
-            self._timer = None
-        self._pace.drawn()
+        self._drawing.drawn()
         line = status_line(self._status, self.size.width).markup
         if line != self._shown:
             self._shown = line

@@ -15,7 +15,6 @@ from textual.content import Content
 from textual.geometry import Region, Size, clamp
 from textual.layout import DockArrangeResult
 from textual.message import Message
-from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -25,7 +24,7 @@ from app.tui.chat.message import LiveTail, MessageView
 from app.tui.chat.reading_place import Drawn, Place
 from app.tui.render.formatting import Stamp, stamp
 from app.tui.render.highlighting import Highlighter
-from app.tui.render.streaming import Pace
+from app.tui.render.streaming import PacedDrawing
 from app.tui.render.thumbnails import Thumbnails
 
 UPDATE_S = 0.08
@@ -143,8 +142,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self._tail = LiveTail(highlighter)
         self._live: Entry | None = None
         self._pending: Entry | None = None
-        self._pace = Pace(UPDATE_S, SLOWEST_S)
-        self._timer: Timer | None = None
+        self._drawing = PacedDrawing(self, self._draw_live, UPDATE_S, SLOWEST_S)
         self._following = True
         self._end_in_sight = True
         self._place = Place()
@@ -321,15 +319,11 @@ class Transcript(VerticalScroll, can_focus=False):
             self._forget_live()
             self._live = entry
             self._tail.begin()
-            self._pace.begin()
+            self._drawing.begin()
             self._draw_live()
             return
         self._pending = entry
-        wait = self._pace.wait()
-        if wait <= 0:
-            self._draw_live()
-        elif self._timer is None:
-            self._timer = self.set_timer(wait, self._draw_live)
+        self._drawing.want()
 
     def follow(self) -> None:
         """Go to the end and stay there."""
@@ -368,15 +362,14 @@ class Transcript(VerticalScroll, can_focus=False):
     # --- the tail -------------------------------------------------------------------------------------------------
 
     def _draw_live(self) -> None:
-        if self._timer is not None:
-            self._timer.stop()
-        self._timer, self._pending = None, None
+        self._drawing.drop()
+        self._pending = None
         entry = self._live
         view = self.view_of(entry) if entry is not None else None
         if entry is None or view is None:
             self._tail.display = False
             return
-        self._pace.drawn()
+        self._drawing.drawn()
         if not self._following and self._tail.display and self.scroll_y < self.max_scroll_y - 1:
             # The reader looks at an earlier message: the tail is drawn when they come back.
             self._pending = entry
@@ -391,9 +384,8 @@ class Transcript(VerticalScroll, can_focus=False):
             self.call_after_refresh(self._keep_end)
 
     def _forget_live(self) -> None:
-        if self._timer is not None:
-            self._timer.stop()
-        self._live = self._pending = self._timer = None
+        self._drawing.drop()
+        self._live = self._pending = None
         self._tail.display = False
 
     # --- the window -----------------------------------------------------------------------------------------------

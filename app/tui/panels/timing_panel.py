@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.timer import Timer
 
 from app.chat.controller import ChatController
 from app.chat.state import TimingArrived, Update
@@ -24,7 +23,7 @@ from app.tui.panels.charts import (
 )
 from app.tui.panels.panel import Panel
 from app.tui.render.rendered import Rendered
-from app.tui.render.streaming import Pace
+from app.tui.render.streaming import PacedDrawing
 from engine.ipc.messages import ExpertMovement, PhaseTimes, Timing
 
 UPDATE_S = 0.2
@@ -58,8 +57,7 @@ class TimingPanel(Panel):
         self._view = TimingView(controller.timing, self)
         self._experts = ExpertsView(controller.timing)
         self._latest = controller.timing
-        self._pace = Pace(UPDATE_S, SLOWEST_S)
-        self._timer: Timer | None = None
+        self._drawing = PacedDrawing(self, self._draw, UPDATE_S, SLOWEST_S)
 
     def compose(self) -> Iterable[Rendered]:
         yield self._view
@@ -76,17 +74,10 @@ class TimingPanel(Panel):
     def handle_update(self, update: Update) -> None:
         if isinstance(update, TimingArrived):
             self._latest = update.timing
-            wait = self._pace.wait()
-            if wait <= 0:
-                self._draw()
-            elif self._timer is None:
-                self._timer = self.set_timer(wait, self._draw)
+            self._drawing.want()
 
     def _draw(self) -> None:
-        if self._timer is not None:
-            self._timer.stop()
-            self._timer = None
-        self._pace.drawn()
+        self._drawing.drawn()
         if self._latest is not None:
             if (len(self._latest.nodes) > 1) != self._view.has_nodes:
                 self.refresh_bindings()

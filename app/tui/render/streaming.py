@@ -1,4 +1,5 @@
-"""Drawing an answer while it is written: how much of it, and how often. Pure but for the clocks that are passed in.
+"""Drawing an answer while it is written: how much of it, and how often. Pure but for the clocks that are passed in, and
+for the timer of a drawing.
 
 A growing answer is cut into finished parts, which are rendered once as Markdown, and a tail that is drawn again as text
 arrives. A cut is made where both sides mean the same as the whole: after a blank line outside a fence and without an
@@ -17,6 +18,8 @@ from itertools import pairwise
 from typing import TypeGuard
 
 from textual.content import Content
+from textual.message_pump import MessagePump
+from textual.timer import Timer
 
 from app.tui.render.markdown import render_markdown
 
@@ -229,3 +232,38 @@ class Pace:
         """Start over: the next drawing may be made at once, and processor time used before does not count."""
         self.interval = self._least
         self._drawn_at, self._used_then = self._clock() - self._least, self._used()
+
+
+class PacedDrawing:
+    """Calls ``draw`` of ``widget`` as often as a :class:`Pace` of ``least`` to ``most`` seconds allows.
+
+    ``draw`` says with :meth:`drawn` that it draws, whoever called it.
+    """
+
+    def __init__(self, widget: MessagePump, draw: Callable[[], None], least: float, most: float) -> None:
+        self._pace = Pace(least, most)
+        self._widget, self._draw = widget, draw
+        self._timer: Timer | None = None
+
+    def want(self) -> None:
+        """Draw now, or as soon as it is allowed."""
+        wait = self._pace.wait()
+        if wait <= 0:
+            self._draw()
+        elif self._timer is None:
+            self._timer = self._widget.set_timer(wait, self._draw)
+
+    def drawn(self) -> None:
+        """A drawing is made now."""
+        self.drop()
+        self._pace.drawn()
+
+    def begin(self) -> None:
+        """The next drawing may be made at once."""
+        self._pace.begin()
+
+    def drop(self) -> None:
+        """Make no drawing that still waits."""
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None

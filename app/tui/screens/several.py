@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
-from textual.timer import Timer
 from textual.widgets import Static
 
 from app.chat.answering import ChatTurn
@@ -22,7 +22,7 @@ from app.tui.render.formatting import footing, thoughts_line
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.key_footer import KeyFooter
 from app.tui.render.rendered import Written
-from app.tui.render.streaming import GrowingText, Pace, joined
+from app.tui.render.streaming import GrowingText, PacedDrawing, joined
 from app.tui.screens.updates import is_open
 
 NARROWEST = 38
@@ -143,13 +143,12 @@ class SeveralScreen(Screen[int | None]):
         ]
         self._chosen = next(index for index, answer in enumerate(turn.answers) if answer is turn.shown)
         self._shown = range(0)
-        self._pace = Pace(UPDATE_S, SLOWEST_S)
-        self._timer: Timer | None = None
+        self._drawing = PacedDrawing(self, self._draw, UPDATE_S, SLOWEST_S)
 
-    def compose(self) -> Iterable[Static | Horizontal | KeyFooter]:
+    def compose(self) -> ComposeResult:
         yield Static(classes="screen-title", markup=False)
         with Horizontal(id="several"):
-            yield from self._columns  # type: ignore[misc]  # columns are yielded within the row
+            yield from self._columns
         yield KeyFooter()
 
     def on_mount(self) -> None:
@@ -180,17 +179,13 @@ class SeveralScreen(Screen[int | None]):
         for column in self._columns:
             if column.text.answer is update.entry:
                 column.change()
-        wait = self._pace.wait()
-        if wait <= 0 or not update.live:
+        if update.live:
+            self._drawing.want()
+        else:
             self._draw()
-        elif self._timer is None:
-            self._timer = self.set_timer(wait, self._draw)
 
     def _draw(self) -> None:
-        if self._timer is not None:
-            self._timer.stop()
-            self._timer = None
-        self._pace.drawn()
+        self._drawing.drawn()
         for column in self._columns:
             column.draw()
 

@@ -48,13 +48,13 @@ async def test_all_answers_are_written_and_saved_at_once(engine: FakeEngine, sto
         engine.gate.set()
         await chat.answered()
         assert saved() == [(text, "complete") for text in FOUR]
-        assert [record.generation.temperature for record in store.siblings(first)] == [0.5, 0.7, 0.9, 1.1]
+        assert [record.generation.temperature for record in store.siblings(first)] == [0.4, 0.7, 1.0, 1.3]
         assert [(each.siblings, each.sibling_index) for each in turn.answers] == [(4, 0), (4, 1), (4, 2), (4, 3)]
         assert [answer.tokens for answer in turn.answers] == [2, 3, 4, 5]
         assert chat.controller.status.context_used == 20 + 2
         request = engine.sent(Generate)[-1]
         assert isinstance(request, Generate)
-        assert (request.samples, request.temperatures, request.beams) == (4, [0.5, 0.7, 0.9, 1.1], 1)
+        assert (request.samples, request.temperatures, request.beams) == (4, [0.4, 0.7, 1.0, 1.3], 1)
 
 
 async def test_one_is_picked_and_the_others_stay(engine: FakeEngine, store: ConversationStore) -> None:

@@ -149,13 +149,14 @@ def test_thoughts_are_told_and_printed_on_request(run: Run, engine: FakeEngine) 
 
 
 def test_several_answers_are_listed_and_one_is_picked(run: Run, store: ConversationStore) -> None:
-    lines = run("/n 2 Which city?", "2", "/n 1 q", "/n", "")
+    lines = run("/n 2 Which city?", "2", "/n 1 q", f"/n {'9' * 5_000} q", "/n", "")
     start = next(index for index, line in enumerate(lines) if line.startswith("1. temperature"))
     assert lines[start].endswith(": Paris is the capital.") and lines[start + 1].endswith(": PARIS IS THE CAPITAL.")
     assert lines[start + 2 : start + 4] == [
         "Number of the answer to go on with; empty: back. 2", "Model: PARIS IS THE CAPITAL.",
     ]  # fmt: skip
     assert "Warning: The number of answers must be from 2 to 8, not 1." in lines
+    assert sum(line.startswith("Warning: The number of answers must be") for line in lines) == 2
     (conversation,) = store.conversations()
     assert [record.content for record in store.shown(conversation.id)][1:] == ["PARIS IS THE CAPITAL."]
 
