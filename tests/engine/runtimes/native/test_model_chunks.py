@@ -9,19 +9,10 @@ import numpy as np
 import pytest
 
 from engine.moe.kernels.bindings import available
-from engine.runtimes.protocol import LoadedModel
-from tests.engine.runtimes.native.test_model_replay import content
+from engine.runtimes.native.model import NativeTokenRows
+from engine.runtimes.protocol import LoadedModel, TokenRows
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
-from tests.engine.runtimes.subjects import (
-    FP8,
-    GROUPED_MODELS,
-    NATIVE,
-    PACKED_FAMILIES,
-    PACKED_MODELS,
-    PUBLISHED,
-    StoredModel,
-    prompt_of,
-)
+from tests.engine.runtimes.subjects import prompt_of
 
 pytestmark = needs_kernels
 
@@ -30,6 +21,14 @@ TinyModel = Callable[..., Path]
 LENGTH = 75
 CHUNKS = (1, 2, 7, 16, 33)
 UNEVEN = (9, 17, 1, 1, 40, 3, 2, 2)
+
+
+def content(rows: TokenRows) -> list[bytes]:
+    """Everything that the row holds."""
+    assert isinstance(rows, NativeTokenRows)
+    found = rows.contents()
+    assert found is not None
+    return [bytes(memoryview(array.read()).cast("B")) for array in found]
 
 
 def sizes_of(length: int, chunk: int) -> list[int]:
@@ -54,29 +53,6 @@ def check_chunks(model: LoadedModel, length: int = LENGTH, splits: Sequence[Sequ
     expected = read_in(model, tokens, [length])
     for sizes in splits or [UNEVEN, *(sizes_of(length, chunk) for chunk in CHUNKS)]:
         assert read_in(model, tokens, sizes) == expected, sizes
-
-
-@pytest.mark.parametrize("stored", NATIVE.stored)
-@pytest.mark.parametrize("family", NATIVE.families)
-def test_every_family(family: str, stored: str, stored_model: StoredModel) -> None:
-    check_chunks(NATIVE.load(stored_model(NATIVE, family, stored)))
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("instructions", available())
-@pytest.mark.parametrize("stored", ["float16", *PACKED_MODELS, *GROUPED_MODELS, FP8, PUBLISHED])
-def test_every_format_and_instruction_set(
-    stored: str, instructions: str, stored_model: StoredModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
-    check_chunks(NATIVE.load(stored_model(NATIVE, "gpt_oss" if stored == PUBLISHED else "qwen2_moe", stored)))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("stored", PACKED_MODELS)
-@pytest.mark.parametrize("family", PACKED_FAMILIES)
-def test_every_packed_family(family: str, stored: str, stored_model: StoredModel) -> None:
-    check_chunks(NATIVE.load(stored_model(NATIVE, family, stored)))
 
 
 @pytest.mark.parametrize(

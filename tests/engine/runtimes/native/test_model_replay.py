@@ -1,5 +1,5 @@
-"""Tokens that were decoded one by one are run again in passes of several, and steps of several conversations are one
-pass: the bits are the same."""
+"""Tokens that were decoded one by one are run again in passes of several, steps of several conversations are one pass,
+and prompts are read in chunks: the bits are the same for every family, format and instruction set."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.cluster.central import CentralHead, CentralNode
 from engine.moe.expert_parallel import Mode, RankContext
 from engine.moe.kernels.bindings import available
 from engine.runtimes.native.bindings import STEPS_TOGETHER
-from engine.runtimes.native.model import NativeTokenRows
 from engine.runtimes.protocol import LoadedModel, RingPlace, TokenRows
 from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, on_all_ranks
 from tests.engine.cluster.ring_places import placement_for, places
+from tests.engine.runtimes.native.test_model_chunks import check_chunks, content
 from tests.engine.runtimes.native.test_runtime_experts import experts_of
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
 from tests.engine.runtimes.subjects import (
@@ -37,14 +37,6 @@ pytestmark = needs_kernels
 
 TinyModel = Callable[..., Path]
 COUNTS = [STEPS_TOGETHER, 3, 1, 2, STEPS_TOGETHER, 5, STEPS_TOGETHER]
-
-
-def content(rows: TokenRows) -> list[bytes]:
-    """Everything that the row holds."""
-    assert isinstance(rows, NativeTokenRows)
-    found = rows.contents()
-    assert found is not None
-    return [bytes(memoryview(array.read()).cast("B")) for array in found]
 
 
 def two_ways(
@@ -111,10 +103,11 @@ def assert_alone(model: LoadedModel, lengths: Sequence[int] = LENGTHS) -> None:
     assert [content(rows) for rows in together] == [content(rows) for rows in alone]
 
 
-def check_steps(model: LoadedModel) -> None:
-    """Both of replayed tokens and of rows that are stepped together."""
+def check_bits(model: LoadedModel) -> None:
+    """Those of replayed tokens, of rows that are stepped together, and of prompts that are read in chunks."""
     assert_equal(model)
     assert_alone(model)
+    check_chunks(model)
 
 
 BY_TURNS = in_turn(NATIVE.families, NATIVE.stored)
@@ -128,7 +121,7 @@ BY_TURNS = in_turn(NATIVE.families, NATIVE.stored)
     ],
 )
 def test_every_family(family: str, stored: str, stored_model: StoredModel) -> None:
-    check_steps(NATIVE.load(stored_model(NATIVE, family, stored)))
+    check_bits(NATIVE.load(stored_model(NATIVE, family, stored)))
 
 
 @pytest.mark.sampled
@@ -138,14 +131,14 @@ def test_every_format_and_instruction_set(
     stored: str, instructions: str, stored_model: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
-    check_steps(NATIVE.load(stored_model(NATIVE, "gpt_oss" if stored == PUBLISHED else "qwen2_moe", stored)))
+    check_bits(NATIVE.load(stored_model(NATIVE, "gpt_oss" if stored == PUBLISHED else "qwen2_moe", stored)))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stored", PACKED_MODELS)
 @pytest.mark.parametrize("family", PACKED_FAMILIES)
 def test_every_packed_family(family: str, stored: str, stored_model: StoredModel) -> None:
-    check_steps(NATIVE.load(stored_model(NATIVE, family, stored)))
+    check_bits(NATIVE.load(stored_model(NATIVE, family, stored)))
 
 
 @pytest.mark.parametrize(
