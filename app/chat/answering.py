@@ -247,7 +247,7 @@ STEP, HOTTEST = 0.3, 1.5
 def spread_temperatures(middle: float, count: int) -> list[float]:
     """``count`` temperatures in rising order, around ``middle`` as far as there is room between 0 and HOTTEST."""
     hottest = max(HOTTEST, middle)
-    first = max(0.0, min(middle, hottest) - STEP * ((count - 1) // 2))
+    first = max(0.0, min(middle - STEP * ((count - 1) // 2), hottest - STEP * (count - 1)))
     step = min(STEP, (hottest - first) / max(1, count - 1))
     return [round(first + step * index, 2) for index in range(count)]
 
