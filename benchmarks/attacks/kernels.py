@@ -138,6 +138,7 @@ def experts(home: Path) -> Iterator[Attempt]:
                 outputs.ctypes.data,
                 counts.ctypes.data,
                 scale_input=draw.random() < 0.3,
+                reads=draw.random() < 0.5,
             )
         except ModelError as error:
             raise Refused from error

@@ -3,7 +3,6 @@
    are exchanged, sixteen rows to a vector, four neighbouring codes to a lane. Include in that file, after its products. */
 #define FEW_TILES 2 /* that are faster so than with panels */
 
-
 /* Blocks whose codes lie in the same bytes. */
 ALWAYS_INLINE int blocks_together(const int dtype) {
     return dtype == PLLM_Q6_K ? 4 : dtype == PLLM_Q4_K || dtype == PLLM_Q5_K ? 2 : 1;

@@ -1,19 +1,11 @@
 /* The trunk of a decoder, layer by layer, inside one region of the pool. See trunk.h. */
 
-#define _DEFAULT_SOURCE
-#define _DARWIN_C_SOURCE
-
 #include "trunk_altup.h"
+#include "trunk_experts.h"
 #include "trunk_streams.h"
 
 #include <math.h>
 #include <string.h>
-#include <sys/mman.h>
-
-/* A router this small is computed by every thread for itself: less work than a barrier. In weights. */
-#define SMALL_ROUTER 16384
-/* Bytes of one request to read ahead: the system takes about as much at a time. */
-#define AHEAD_BYTES (1 << 20)
 
 /* A row of a table of embeddings, multiplied by `scale`. */
 static void open_embedding(const trunk_job *job, const pllm_matrix *table, int64_t row, float scale, float *to) {
@@ -212,8 +204,9 @@ static int delta_layer(walk *w, int64_t index, int last) {
     return project_gathered(w, index, last);
 }
 
-/* Attention after the projections, of all positions, or in the last layer of a prompt of its last one: `qkv` is
-   that of the rows that go on, which are `step` positions after their start. `stored`: keys are in the cache and queries ready. Returns [rows, heads * value width]. */
+/* Attention after the projections, of all positions, or in the last layer of a prompt of its last one: `qkv` is that of
+   the rows that go on, which are `step` positions after their start. `stored`: keys are in the cache and queries ready.
+   Returns [rows, heads * value width]. */
 static const float *gathered(walk *w, int64_t index, int last, const float *qkv, int64_t step, int stored) {
     const trunk_job *job = w->job;
     if (job->pass->tokens > 1 && !last && !job->pass->reads) {
@@ -369,75 +362,7 @@ static int attend_layer(walk *w, int64_t index, int last) {
     return 1;
 }
 
-/* ---- Routes ----------------------------------------------------------------------------------------------- */
-
-static void route(walk *w, const pllm_trunk_layer *layer, int32_t *indices, float *weights) {
-    const int64_t hidden = w->job->trunk->hidden, k = w->job->trunk->top_k, count = layer->router.rows;
-    const int together = w->few && count * hidden > SMALL_ROUTER;
-    for (int64_t row = share_start(w); row < share_end(w); row += FEW_LIMIT) {
-        const int64_t rows = MIN(FEW_LIMIT, share_end(w) - row);
-        float *logits = together ? w->job->router : w->own.logits;
-        pllm_exact_linear(w, w->normed + row * hidden, rows, &layer->router, logits, !together);
-        if (together) {
-            /* Choosing spoils the logits: each thread does it on a copy. */
-            barrier(w);
-            memcpy(w->own.logits, logits, (size_t)(rows * count) * 4);
-            logits = w->own.logits;
-        }
-        for (int64_t i = 0; i < rows; i++) {
-            float *mine = logits + i * count;
-            if (layer->router_bias)
-                for (int64_t e = 0; e < count; e++) mine[e] += layer->router_bias[e];
-            pllm_choose_experts(w->job->trunk, layer, mine, count, indices + (row + i) * k, weights + (row + i) * k);
-        }
-    }
-}
-
-/* Tells the system of the chosen experts' pages, so that the disk reads them at once and reads nothing else: page by page
-   it would guess what lies around a page to be wanted too. Each thread tells of some. Advice that fails is none. */
-static void read_ahead(const walk *w, const pllm_trunk_layer *layer, const int32_t *indices) {
-    const int64_t routes = w->rows * w->job->trunk->top_k;
-    for (int64_t route = w->thread; route < routes; route += w->threads) {
-        const int64_t expert = indices[route];
-        for (int64_t i = layer->ahead_from[expert]; i < layer->ahead_from[expert + 1]; i++) {
-            char *const start = layer->ahead[i].start;
-            for (size_t at = 0; at < layer->ahead[i].bytes; at += AHEAD_BYTES)
-                (void)madvise(start + at, MIN(AHEAD_BYTES, layer->ahead[i].bytes - at), MADV_WILLNEED);
-        }
-    }
-}
-
-static void shared_weights(walk *w, const pllm_trunk_layer *layer, float *weights) {
-    const int64_t hidden = w->job->trunk->hidden;
-    for (int64_t row = share_start(w); row < share_end(w); row += FEW_LIMIT) {
-        const int64_t rows = MIN(FEW_LIMIT, share_end(w) - row);
-        if (layer->shared_gate.data)
-            pllm_exact_linear(w, w->normed + row * hidden, rows, &layer->shared_gate, weights + row, 1);
-        for (int64_t i = 0; i < rows; i++)
-            weights[row + i] = layer->shared_gate.data ? 1.0F / (1.0F + expf(-weights[row + i])) : w->job->trunk->shared_scale;
-    }
-}
-
-/* ---- Experts ---------------------------------------------------------------------------------------------- */
-
-static void run_experts(walk *w, const pllm_layer *experts, const float *hidden, const int32_t *indices,
-                        const float *weights, int64_t k, int64_t scale_input, float *sum, int64_t *counts) {
-    const pllm_routes routes = {.hidden = hidden, .indices = indices, .weights = weights, .tokens = w->rows,
-                                .k = k, .scale_input = scale_input, .reads = w->reads, .sum = sum, .counts = counts};
-    pllm_experts_part(w->job->pool, experts, &routes, w->own.experts, w->job->experts, w->thread, w->threads);
-    barrier(w);
-}
-
-static void shared_expert(walk *w, int64_t index) {
-    const trunk_job *job = w->job;
-    const pllm_trunk_layer *layer = job->trunk->layers + index;
-    float *weights = w->few ? w->own.shared_weights : job->shared_weights;
-    shared_weights(w, layer, weights);
-    barrier(w);
-    const float *hidden = layer->norms && layer->norms->experts ? w->beside : w->normed;
-    run_experts(w, layer->shared, hidden, job->zeros, weights, 1, 0, job->shared_out, NULL);
-    pllm_mark(w, index, PLLM_OTHER);
-}
+/* ---- Feed-forward networks ---------------------------------------------------------------------------------- */
 
 /* Adds what attention has given, normed, and norms the sum for the feed-forward network, or for the one beside the
    experts. */
@@ -516,23 +441,6 @@ static void end_normed(walk *w, const pllm_trunk_layer *layer, int64_t index, co
     }
 }
 
-/* What the routed experts of `layer` read, of all rows. */
-static const float *narrowed(walk *w, const pllm_trunk_layer *layer) {
-    if (!layer->narrow.data) return w->normed;
-    pllm_fill_input(w, w->normed, &layer->narrow);
-    pllm_project(w, &layer->narrow, w->job->narrow, layer->narrow.rows);
-    barrier(w);
-    return w->job->narrow;
-}
-
-/* The experts' weighted sum to job->out. */
-static void widened(walk *w, const pllm_trunk_layer *layer) {
-    if (!layer->widen.data) return;
-    pllm_fill_input(w, w->job->narrow_sum, &layer->widen);
-    pllm_project(w, &layer->widen, w->job->out, layer->widen.rows);
-    barrier(w);
-}
-
 /* From the second norm to the experts' weighted sum in job->out, or to the routes if the pass is cut there; 0 then. */
 static int feed_forward(walk *w, int64_t index) {
     const trunk_job *job = w->job;
@@ -559,26 +467,26 @@ static int feed_forward(walk *w, int64_t index) {
     const float *hidden = w->normed;
     float *sum = layer->widen.data ? job->narrow_sum : job->out;
     if (layer->router.data) {
-        if (layer->shared && !job->cut) shared_expert(w, index);
+        if (layer->shared && !job->cut) pllm_shared_expert(w, index);
         const int beside = layer->norms && layer->norms->experts;
         if (beside) norm_again(w, layer->norms->router);
-        route(w, layer, indices, weights);
+        pllm_route(w, layer, indices, weights);
         if (beside) norm_again(w, layer->norms->experts);
         pllm_mark(w, index, PLLM_ROUTER);
-        hidden = narrowed(w, layer);
+        hidden = pllm_narrowed(w, layer);
         if (job->cut) {
             if (w->thread == 0) *job->cut = (pllm_cut){hidden, indices, weights, sum, w->rows, index, w->reads};
             return 0;
         }
         /* A prompt uses nearly all experts, and perhaps more than memory holds at once. */
-        if (layer->ahead && w->few) read_ahead(w, layer, indices);
+        if (layer->ahead && w->few) pllm_read_ahead(w, layer, indices);
     } else {
         for (int64_t row = share_start(w); row < share_end(w); row++) weights[row] = 1, indices[row] = 0;
     }
     if (!w->few) barrier(w);
-    run_experts(w, layer->experts, hidden, indices, weights, layer->router.data ? job->trunk->top_k : 1,
+    pllm_run_experts(w, layer->experts, hidden, indices, weights, layer->router.data ? job->trunk->top_k : 1,
                 layer->router.data && job->trunk->scale_input, sum, layer->router.data ? layer->counts : NULL);
-    widened(w, layer);
+    pllm_widened(w, layer);
     pllm_mark(w, index, layer->router.data ? PLLM_EXPERTS : PLLM_OTHER);
     return 1;
 }
@@ -687,7 +595,7 @@ static void region(int thread, int threads, void *argument) {
     if (pass->first_layer == 0 && trunk->spread) pllm_spread_streams(&w);
     pllm_mark(&w, 0, -1);
     /* A pass that was cut goes on behind the routed experts. */
-    if (job->cut && pass->first_layer > 0) widened(&w, trunk->layers + pass->first_layer - 1);
+    if (job->cut && pass->first_layer > 0) pllm_widened(&w, trunk->layers + pass->first_layer - 1);
     for (int64_t i = pass->first_layer; i < pass->last_layer; i++) {
         if (i > job->last_kept && !pass->logits) return;
         if (trunk->layers[i].attention_streams)
@@ -711,7 +619,7 @@ static void shared_region(int thread, int threads, void *argument) {
     const trunk_job *job = argument;
     walk w;
     set_out(&w, thread, threads, job, job->shared_layer + 1);
-    shared_expert(&w, job->shared_layer);
+    pllm_shared_expert(&w, job->shared_layer);
 }
 
 static int check(const pllm_trunk *trunk, const pllm_pass *pass) {

@@ -104,8 +104,7 @@ void pllm_project_each(walk *w, const float *x, const pllm_matrix *const *matric
 
 void pllm_exact_linear(walk *w, const float *x, int64_t rows, const pllm_matrix *matrix, float *y, int alone) {
     pllm_input input;
-    pllm_input_describe(&input, w->job->trunk->exact_set, matrix->dtype, w->own.exact, rows, matrix->columns,
-                        0);
+    pllm_input_describe(&input, w->job->trunk->exact_set, matrix->dtype, w->own.exact, rows, matrix->columns, 0);
     pllm_input_fill_part(&input, x, matrix->columns, 0, 1);
     pllm_linear_part(&input, matrix, NULL, y, matrix->rows, 0, w->own.linear, alone ? 0 : w->thread,
                      alone ? 1 : w->threads);
