@@ -205,10 +205,11 @@ def failed(turn: ChatTurn, event: Failed) -> tuple[State, str]:
     """State and text of an answer that failed, as :func:`completed` gives them."""
     if turn.begun.text:
         return "failed", event.error
-    if event.kind != "context":
-        turn.answer.finish_reason = ""
+    too_long = event.kind == "context"
+    for answer in turn.answers:
+        answer.finish_reason = TOO_LONG if too_long else ""
+    if not too_long:
         return "failed", event.error
-    turn.answer.finish_reason = TOO_LONG
     *before, question = map(characters, turn.path)
     if sum(before) > question:
         return "failed", f"{event.error} {_LONG_CHAT}"
@@ -219,9 +220,10 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings, *, sees
     """The request to the engine, with the values of ``options``. ``sees``: with the pictures.
 
     A beam search takes the likeliest continuations, so it gets no sampling. What is read of a temporary conversation is
-    never kept on disk.
+    never kept on disk, and never quoted.
     """
     saved = turn.thread.conversation
+    conversation = "" if saved is None or turn.thread.memory is not None else prefix_owner(saved)
     return Generate(
         id=request_id,
         messages=[*prompt_messages(turn.thread.system, turn.path, sees=sees), *turn.begun.messages],
@@ -235,8 +237,8 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings, *, sees
         thinking=options.thinks,
         effort=options.thinking_effort,
         program="chat",
-        quotes=True,
-        conversation="" if saved is None or turn.thread.memory is not None else prefix_owner(saved),
+        quotes=bool(conversation),
+        conversation=conversation,
     )
 
 

@@ -119,6 +119,22 @@ async def test_stopping_or_a_crash_keeps_the_text_of_all(
         assert all(answer.note for answer in turn.answers)
 
 
+async def test_a_question_that_is_too_long_is_so_with_whichever_answer_is_picked(
+    engine: FakeEngine, store: ConversationStore
+) -> None:
+    engine.generate_error = "The prompt is too long."
+    async with running(Chat(engine, store)) as chat:
+        chat.controller.ask_several(2, "long")
+        await chat.answered()
+        chat.controller.pick_answer(1)
+        engine.generate_error = None
+        chat.controller.submit("short")
+        await chat.answered()
+        request = engine.sent(Generate)[-1]
+        assert isinstance(request, Generate) and request.messages is not None
+        assert [message.content for message in request.messages] == ["short"]
+
+
 async def test_it_is_refused_where_there_is_no_question_or_one_waits(
     engine: FakeEngine, store: ConversationStore
 ) -> None:

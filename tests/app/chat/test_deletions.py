@@ -12,6 +12,7 @@ from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore
 from app.tui.chat.message import MessageView
 from app.tui.chat.status import Heading
+from engine.ipc.messages import Generate
 from tests.app.chat_helpers import Chat, on_disk, running
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
@@ -109,6 +110,8 @@ async def test_a_temporary_conversation_leaves_nothing_on_disk(engine: FakeEngin
         await _conversation(chat, "What was Quetzalcoatlus?", "And Quetzalcoatlus lawsoni?")
         memory = chat.controller.thread.memory
         assert memory is not None and len(on_disk(memory, chat)) == 4
+        sent = [asked for asked in engine.requests if isinstance(asked, Generate)]
+        assert [(bool(asked.conversation), asked.quotes) for asked in sent] == [(True, True), *[(False, False)] * 2]
         chat.controller.regenerate()
         await chat.answered()
         chat.controller.switch(chat.path[-1], -1)
