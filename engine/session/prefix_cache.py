@@ -153,12 +153,12 @@ class PrefixCache:
             row = CachedRow()
         self._free(prompt)
         if row in self._used:
-            return row.forked()
+            return _copied(row, row.forked)
         if row.rows is None or len(row.tokens) - reusable < FORK_TOKENS:
             return row
         self._kept.insert(0, row)
         self._free(prompt)
-        return row.copied() if row in self._kept else row
+        return _copied(row, row.copied) if row in self._kept else row
 
     def replace(self, row: CachedRow, by: CachedRow) -> CachedRow:
         """Let a turn that uses ``row`` use ``by`` in its place. Returns ``by``."""
@@ -167,10 +167,7 @@ class PrefixCache:
 
     def fork(self, row: CachedRow) -> CachedRow:
         """A copy of ``row``, which a turn uses, for the same turn."""
-        try:
-            copy = row.forked()
-        except PeerLost:
-            copy = replace(row, tokens=list(row.tokens))  # its first pass finds the loss, too
+        copy = _copied(row, row.forked)
         self._used.append(copy)
         return copy
 
@@ -179,8 +176,11 @@ class PrefixCache:
         self._used.remove(row)
 
     def give_back(self, row: CachedRow) -> None:
-        """End a turn's use of ``row``, which is kept as the latest."""
+        """End a turn's use of ``row``, which is kept as the latest, unless it is void."""
         self._used.remove(row)
+        if row.rows is not None and row.rows.void:
+            self._lost.append((row.tokens, row.origins))
+            row = CachedRow()
         if self._latest.rows is not None:
             self._kept.insert(0, self._latest)
             self._free(())
@@ -244,8 +244,7 @@ class PrefixCache:
         """Discard all rows that nobody uses, because the ring is formed again. Their contents are remembered until the
         next prompt, which may need the same origins."""
         rows = [row for row in (*self._used, self._latest, *self._kept) if row.rows is not None]
-        if rows:
-            self._lost = [(row.tokens, row.origins) for row in rows]
+        self._lost += [(row.tokens, row.origins) for row in rows]
         self.forget()
 
     def lost_beginning(self, prompt: Sequence[int], repeatable: bool) -> tuple[list[int], Origins] | None:
@@ -276,3 +275,11 @@ class PrefixCache:
         """Remove the file of ``row``, with which a turn failed."""
         if self._disk is not None:
             self._disk.discard(row)
+
+
+def _copied(row: CachedRow, copied: Callable[[], CachedRow]) -> CachedRow:
+    """What ``copied`` makes of ``row``. If the ring is lost meanwhile, the first pass over the copy finds that, too."""
+    try:
+        return copied()
+    except PeerLost:
+        return replace(row, tokens=list(row.tokens))

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ModelError
+from engine.cluster.head.head_model import RingRows
+from engine.errors import ModelError, PeerLost
 from engine.ipc.messages import AnyEvent, Notice, Piece, Prefill, Progress, RingChanged, Timing
 from engine.moe.kernels.bindings import choose
+from engine.session.kept_rows import FORK_TOKENS
 from tests.engine.cluster.ring_chat import ANSWER, PROMPT, Setting
 from tests.support.tiny_models import write_tiny_model
 
@@ -311,3 +313,23 @@ def test_the_panel_shows_every_node(setting: Setting) -> None:
     setting.ring.panel = False
     setting.ring()
     assert not any(isinstance(event, Timing) for event in setting.ring.events)
+
+
+def test_a_machine_lost_while_a_conversation_is_copied(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier message was changed, so that the kept conversation is copied before anything is run."""
+    for chat in (setting.alone, setting.ring):
+        chat.session._prefix_bytes = 1 << 30
+        chat([*PROMPT, *PROMPT], max_tokens=FORK_TOKENS)
+    fan_out, doomed = RingRows.fan_out, setting.formation
+
+    def dying(self: RingRows, rows: int) -> RingRows:
+        if doomed.lost() is None:
+            setting.former.names = ["head", "attic"]
+            doomed.kill(2)
+            raise PeerLost("cellar is gone", [2])
+        return fan_out(self, rows)
+
+    monkeypatch.setattr(RingRows, "fan_out", dying)
+    assert setting.ring([*PROMPT, 4]).token_ids == setting.alone([*PROMPT, 4]).token_ids
+    assert len(setting.former.formations) == 2
+    in_step(setting)

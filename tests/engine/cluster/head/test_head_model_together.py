@@ -110,7 +110,7 @@ def all_in_step(setting: Setting) -> None:
     setting.model.recorder.frame(0)
     setting.model.recorder.enabled = False
     for rows in (row.rows for row in (setting.ring.session._cache._latest, *setting.ring.session._cache._kept)):
-        if rows is None or rows.void:
+        if rows is None:
             continue
         for follower in setting.formation.followers.values():
             held, prefixes = follower._rows[rows._number]  # type: ignore[attr-defined]
@@ -225,6 +225,25 @@ def test_one_is_stopped_and_the_others_go_on(setting: Setting) -> None:
     assert isinstance(stopped, Finished) and stopped.finish_reason == "cancelled"
     assert stopped.token_ids == wanted[1][0][: len(stopped.token_ids)]
     assert len(setting.former.formations) == 1
+    all_in_step(setting)
+
+
+def test_who_is_stopped_in_a_loss_leaves_nothing_void(setting: Setting) -> None:
+    doomed = setting.formation
+    asking = [Asking() for _ in QUESTIONS]
+    setting.ring.session._prefix_bytes = 1 << 30
+
+    def kill(event: AnyEvent) -> None:
+        if isinstance(event, Piece) and event.tokens >= 3 and doomed.lost() is None:
+            setting.former.names = ["head", "attic"]
+            doomed.kill(2)
+            asking[1].stopped = True
+
+    asking[0].on_event = kill
+    ask_all(setting, asking)
+    wanted = expected(setting)
+    assert [told(who.ended) for who in (asking[0], *asking[2:])] == [wanted[0], *wanted[2:]]
+    assert isinstance(asking[1].ended, Finished) and asking[1].ended.finish_reason == "cancelled"
     all_in_step(setting)
 
 
