@@ -48,7 +48,7 @@ class CachedRow:
     owner: str = ""
     """Owner of the conversation, under whose name the row may be kept on disk; empty: it may not be."""
     client: object = None
-    """Who asked last in the conversation; None if that is not known."""
+    """Client that asked last, and its conversation; None if that is not known."""
     path: Path | None = None
     """File in which the row is kept."""
     on_disk: int = 0

@@ -23,9 +23,9 @@ BEFORE_CHARACTERS, AFTER_CHARACTERS = 12, 24
 class Closest:
     """What was kept of the conversation that shares most with a prompt: its first ``shared`` tokens, of ``length``.
 
-    ``around``: its tokens from :data:`AROUND_TOKENS` before the first difference to as many after it. ``client``: who
-    asked last in it. ``given_up``: it was dropped, because memory was wanted. ``cuts``: its keys and values could be
-    cut back to what is shared.
+    ``around``: its tokens from :data:`AROUND_TOKENS` before the first difference to as many after it. ``client``: see
+    :attr:`engine.session.kept_rows.CachedRow.client`. ``given_up``: it was dropped, because memory was wanted.
+    ``cuts``: its keys and values could be cut back to what is shared.
     """
 
     shared: int
@@ -49,13 +49,16 @@ def cause_of(
     """Why more than a new question was read of a prompt of ``asked`` tokens, ``reused`` of which were kept; None if
     there is nothing to tell.
 
-    ``own``: the same client had asked what was kept; of another's, a few tokens in common mean nothing.
+    ``own``: what was kept is of the same client and conversation. Another conversation is no earlier version of this
+    one, and a few tokens in common with it mean nothing.
     ``last_message``: the first difference from what was kept is in the last message. ``first``: no prompt was read
     since the model was loaded. ``answers``: the prompt holds answers of the model.
     """
     if closest is None or closest.shared <= (0 if own else FEW_TOKENS):
         return "restarted" if first and answers and not reused else None
     differs = closest.shared < min(asked, closest.length)
+    if differs and not own:
+        return None
     lost = closest.shared - reused > FEW_TOKENS
     if lost and closest.given_up:
         return "memory"

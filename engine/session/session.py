@@ -286,7 +286,7 @@ class Session:
                 logits = yield from cache.prefill(prompt)
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))
-                turn.read_again = self._reading_again(question, cache, control.owner)
+                turn.read_again = self._reading_again(question, cache, turn.client)
                 if request.beams > 1:
                     answers = [(yield from self._search(question, turn, cache, logits, most, rule, guide))]
                 else:

@@ -119,12 +119,13 @@ class Turn:
         self.first_pass_s: float | None = None
         self.owner = request.conversation
         """Name under which the conversation's prefix may be kept on disk; empty: it may not be."""
-        self.client = control.owner
-        """The client that asks."""
+        self.client = control.owner, request.conversation
+        """The client that asks, and the conversation in which it does."""
         self.read_again: ReadAgain | None = None
         """Why more than the question was read of the prompt."""
         self.sampling: Sampling | None = None
         """The sampling values of the answer."""
+        self._several = request.samples > 1
         self._always = request.with_timing
         self._control = control
         self._recorder = recorder
@@ -250,7 +251,7 @@ class Turn:
             stop_string=answer.stop_string,
             tool_calls=answer.tool_calls,
             logprobs=answer.logprobs,
-            samples=[sample.sample for sample in samples] if others else [],
+            samples=[sample.sample for sample in samples] if self._several else [],
             beams=answer.beams,
             reasoning=answer.thoughts,
             reasoning_tokens=answer.thought_tokens,

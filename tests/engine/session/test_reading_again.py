@@ -72,11 +72,11 @@ def test_each_cause_has_its_condition(
     if cause == "state":
         assert not cuts and not everything and not gone
     if cause == "changed":
-        assert more and shared < asked and not last
+        assert own and more and shared < asked and not last
     if cause == "written":
         assert not everything and cuts and not gone and (not more or shared == asked)
     if cause is None and shared > (0 if own else FEW_TOKENS):
-        assert everything or (last and more)
+        assert everything or ((last or not own) and more)
     assert cause_of(None, asked, 0, own=own, last_message=False, first=first, answers=answers) == (
         "restarted" if first and answers else None
     )
@@ -137,8 +137,16 @@ def test_a_changed_date_is_named_to_its_own_client_only(session: Session) -> Non
     assert found.shared_tokens == 1 + len("Today-is-")
     found = mine(Message("system", "Today-is-Sunday-and-all-was-well"), question)
     assert found is not None and "was" in found.now
-    other = theirs(Message("system", "Today-is-Sunday-and-all-is-lost"), question)
-    assert other is not None and (other.message, other.role, other.before, other.now) == (0, "system", "", "")
+    assert theirs(Message("system", "Today-is-Sunday-and-all-is-lost"), question) is None
+
+
+def test_another_conversation_of_the_same_client_is_no_earlier_version(session: Session) -> None:
+    ask = Client(with_letters(session, prefix_bytes=10**9), "me")
+    chats = [[Message("system", "S" * 40), Message("user", f"{who}?" * 5), Message("user", "Q")] for who in ("A", "B")]
+    for name, messages in zip(("chat1", "chat2"), chats, strict=True):
+        assert ask(*messages, conversation=name) is None
+    again = ask(chats[1][0], Message("user", "B!" * 5), chats[1][2], conversation="chat2")
+    assert again is not None and again.before and again.now
 
 
 def test_who_does_not_ask_for_quotes_gets_none(session: Session) -> None:

@@ -96,6 +96,13 @@ def test_more_samples_than_fit_come_one_after_another(ask: Ask) -> None:
         ask.session._memory = memory
 
 
+def test_the_only_one_of_several_that_was_begun_says_how_it_ended(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask.session, "_memory", lambda: 0)
+    monkeypatch.setattr(ask, "cancel_when", lambda events: len([e for e in events if isinstance(e, Prefill)]) > 1)
+    found = ask([*PROMPT, 5], max_tokens=1, sampling=drawn(3), samples=3)
+    assert [(sample.finish_reason, len(sample.token_ids)) for sample in found.samples] == [("length", 1)]
+
+
 def test_log_probabilities_are_the_models_own(ask: Ask) -> None:
     plain = ask(PROMPT, max_tokens=5, sampling=drawn(8, top_k=3, frequency_penalty=0.5))
     found = ask(PROMPT, max_tokens=5, sampling=drawn(8, top_k=3, frequency_penalty=0.5), logprobs=4)
