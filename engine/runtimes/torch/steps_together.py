@@ -6,17 +6,17 @@ Nothing is padded: a layer's cache gives attention the keys and values of each t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.models.architectures.families import FAMILIES
-from engine.runtimes.torch.cache import AnyCache, GrowingLayer, KeyValueCache
+from engine.runtimes.torch.cache import AnyCache, GrowingLayer, KeyValueCache, Position
 
 ATTENTION = "privatellm_together"
 """Name of this attention among those of transformers. Without a mask of that name, transformers makes none."""
@@ -32,9 +32,11 @@ class _OfTexts(list[torch.Tensor]):
         self.implementation = implementation
 
 
-class _LayerOfTexts(DynamicLayer):  # type: ignore[misc]
+class _LayerOfTexts(GrowingLayer):
+    """A layer of several texts, as long as the longest."""
+
     def __init__(self, layers: Sequence[GrowingLayer], rows: Sequence[int], implementation: str) -> None:
-        super().__init__()
+        super().__init__(Position(max(layer.position.length for layer in layers)))
         self._layers = layers
         self._rows = list(rows)
         self._implementation = implementation
@@ -47,16 +49,16 @@ class _LayerOfTexts(DynamicLayer):  # type: ignore[misc]
         keys, values = zip(*found, strict=True)
         return _OfTexts(keys, self._implementation), _OfTexts(values, self._implementation)
 
-    def get_seq_length(self) -> int:
-        return max(layer.get_seq_length() for layer in self._layers)
-
 
 def can_step_together(config: Any, cache: AnyCache) -> bool:
     """Whether texts of a model of ``config``, whose rows have such a ``cache``, can be stepped in one pass.
 
-    Latents cannot: transformers makes keys and values of what the cache shows.
+    Latents cannot: transformers makes keys and values of what the cache shows. Neither can rotations that change with
+    the length of the text: transformers takes those of the longest text for all.
     """
-    if getattr(config, "kv_lora_rank", None):
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = (rope, *(kind for kind in rope.values() if isinstance(kind, Mapping)))
+    if getattr(config, "kv_lora_rank", None) or any(one.get("rope_type") == "longrope" for one in each):
         return False
     kinds = set(getattr(config, "layer_types", None) or ())
     plain = isinstance(cache, KeyValueCache) and all(type(layer) is GrowingLayer for layer in cache.layers)

@@ -16,6 +16,7 @@ from engine.runtimes.torch.model import ROWS_TOGETHER, TorchModel
 from engine.runtimes.torch.steps_together import ATTENTION, can_step_together
 from tests.engine.runtimes.subjects import TORCH, prompt_of
 from tests.engine.runtimes.torch_oracle import EXACT
+from tests.support.tiny_models import write_tiny_model
 
 TinyModel = Callable[..., Path]
 LENGTHS = (3, 40, 17, 25)
@@ -81,6 +82,16 @@ def test_every_family(family: str, tiny_model: TinyModel) -> None:
     assert not shared or family not in BY_TURNS
     if family in ("mixtral", "qwen3_moe", "gpt_oss", "gemma3_text"):
         assert shared
+
+
+def test_rotations_by_the_length_of_a_text_take_turns(tmp_path: Path) -> None:
+    """The longest text is behind the point from which on other factors count, the shortest before it."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    longest = {"original_max_position_embeddings": 16, "max_position_embeddings": 128}
+    model = TORCH.load(write_tiny_model(tmp_path, "phi3", rope_parameters=rope | longest, **longest), dtype="float32")
+    assert isinstance(model, TorchModel)
+    assert_alone(model)
+    assert model.rows_together == 1
 
 
 def test_what_a_pass_that_fails_leaves(tiny_model: TinyModel) -> None:
