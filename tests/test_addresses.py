@@ -63,8 +63,8 @@ THROUGH = {
         for path in (ROOT / "engine/models/architectures/records").glob("[!_]*.py")
     ),
     "engine/models/store/test_fetching.py": "engine/models/formats/json_files",
-    "engine/models/store/test_gguf_folder.py": "engine/models/formats/gguf_file "
-    + " ".join(f"engine/models/architectures/gguf_{name}" for name in ("metadata", "parts", "tensors")),
+    "engine/models/architectures/test_gguf_architectures.py": "engine/models/architectures/gguf_metadata",
+    "engine/models/store/test_gguf_folder.py": "engine/models/formats/gguf_file",
     "engine/planning/test_placement_planner.py": "engine/planning/placement_search",
     "engine/residency/test_mapped.py": "engine/system/durable_files",
     "engine/runtimes/mlx/test_measuring.py": "engine/bench/throughput",

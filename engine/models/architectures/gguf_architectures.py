@@ -7,10 +7,10 @@ from typing import Any
 from engine.errors import ModelError, shown
 from engine.models.architectures.config_values import check_config
 from engine.models.architectures.families import FAMILIES
-from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_metadata import Metadata, tensor_of
 from engine.models.architectures.gguf_parts import llama3_parameters
 from engine.models.architectures.record import Family, GgufRecord
-from engine.models.formats.gguf_file import GgufFile, GgufTensor
+from engine.models.formats.gguf_file import GgufFile
 
 _BY_NAME: dict[str, list[tuple[Family, GgufRecord]]] = {}
 for _family in FAMILIES.values():
@@ -95,14 +95,6 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
             config[key] = gguf.metadata[f"tokenizer.ggml.{key}"]
     check_config(config, str(gguf.path))
     return config
-
-
-def tensor_of(gguf: GgufFile, name: str) -> GgufTensor:
-    """Raises ModelError if there is no such tensor."""
-    tensor = gguf.tensors.get(name)
-    if tensor is None:
-        raise ModelError(f"{gguf.path} is damaged: it has no tensor {name}; download it again.")
-    return tensor
 
 
 _ELSEWHERE = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")

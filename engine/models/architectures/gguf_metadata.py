@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.errors import ModelError, shown
 from engine.models.architectures.config_values import LARGEST, MOST_LAYERS, positive, whole
-from engine.models.formats.gguf_file import GgufFile
+from engine.models.formats.gguf_file import GgufFile, GgufTensor
 
 Shape = tuple[int, ...]
 
@@ -34,6 +34,14 @@ class NamedTensor:
     def whole(cls, source: str, name: str, shape: Shape) -> NamedTensor:
         """A tensor that has the same shape in the file and in the checkpoint."""
         return cls(source, name, shape, shape)
+
+
+def tensor_of(gguf: GgufFile, name: str) -> GgufTensor:
+    """Raises ModelError if there is no such tensor."""
+    tensor = gguf.tensors.get(name)
+    if tensor is None:
+        raise ModelError(f"{gguf.path} is damaged: it has no tensor {name}; download it again.")
+    return tensor
 
 
 def projections(

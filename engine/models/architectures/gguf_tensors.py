@@ -16,8 +16,7 @@ from engine.models.architectures.families import (
     layer_kinds,
     shared_width,
 )
-from engine.models.architectures.gguf_architectures import tensor_of
-from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
+from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections, tensor_of
 from engine.models.architectures.layer_rules import NETWORKS
 from engine.models.architectures.record import LATENTS, DecoderRecord, Family, GgufRecord, MoeRecord, renamed, switched
 from engine.models.formats.gguf_file import GgufFile, GgufTensor, UnreadableFormat

@@ -13,8 +13,7 @@ from typing import Any
 
 from engine.errors import ModelError, shown
 from engine.models.architectures.families import FAMILIES
-from engine.models.architectures.gguf_architectures import tensor_of
-from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_metadata import Metadata, tensor_of
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.safetensors_files import TensorEntry
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.config_values import whole_number
-from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
+from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, tensor_of
 from engine.models.architectures.gguf_parts import sliding_layers
 from engine.models.architectures.layer_rules import (
     full_every,
@@ -76,7 +76,6 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
                 f"{layers} layers; download it again."
             )
         pattern = [float(str(np.float32(NormalDist().cdf(scale)))) for scale in scales[:layers]]
-    ranks = gguf.tensors.get("blk.0.laurel_l.weight")
     shared = metadata.number("attention.shared_kv_layers", max(0, layers - _LAST_WITH_KEYS))
     return {
         "layer_types": sliding_layers(metadata, 5),
@@ -84,11 +83,11 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "num_kv_shared_layers": shared,
         "hidden_size_per_layer_input": metadata.number("embedding_length_per_layer_input", 256),
-        "vocab_size_per_layer_input": gguf.tensors["token_embd.weight"].rows,
+        "vocab_size_per_layer_input": tensor_of(gguf, "token_embd.weight").rows,
         "altup_num_inputs": metadata.number("altup.num_inputs", 4),
         "altup_active_idx": metadata.number("altup.active_idx", 0),
         "altup_correct_scale": True,
-        "laurel_rank": 64 if ranks is None else ranks.shape[-2],
+        "laurel_rank": tensor_of(gguf, "blk.0.laurel_l.weight").rows,
         "activation_sparsity_pattern": pattern,
         "final_logit_softcapping": metadata.short_real("final_logit_softcapping", 30.0),
         "rope_parameters": {

@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.errors import ModelError, shown
 from engine.models.architectures.config_values import own_settings, whole_number
-from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_metadata import Metadata, tensor_of
 from engine.models.architectures.layer_rules import named_kinds, named_windows, rope_by_kind, shared_keys
 from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx, per_expert
 from engine.models.architectures.record import (
@@ -121,7 +121,7 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         "intermediate_size": widths[0],
         "num_kv_shared_layers": shared,
         "hidden_size_per_layer_input": own_embeddings,
-        **({"vocab_size_per_layer_input": gguf.tensors["token_embd.weight"].rows} if own_embeddings else {}),
+        **({"vocab_size_per_layer_input": tensor_of(gguf, "token_embd.weight").rows} if own_embeddings else {}),
         "hidden_activation": "gelu_pytorch_tanh",
         "use_double_wide_mlp": widths[layers - 1] != widths[0],
         **_experts(metadata),

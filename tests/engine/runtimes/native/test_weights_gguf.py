@@ -27,12 +27,6 @@ ROUNDED = 0.05
 weights, make small errors larger than real ones do."""
 
 
-@pytest.fixture
-def sources(tiny_model: Callable[..., Path]) -> Callable[[str], Path]:
-    """The tiny model of a family."""
-    return lambda family: tiny_model(family, **whole_blocks(family))
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "layout", "merged"),
