@@ -60,7 +60,7 @@ LETTER: Any = {"type": "object", "properties": {"text": {"type": "string", "minL
 
 def test_a_long_call_streams_its_arguments(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     tool: Any = {"type": "function", "function": {"name": "write", "parameters": LETTER}}
-    asked: Any = {"model": MODEL, "max_tokens": 400, "temperature": 2.0}
+    asked: Any = {"model": MODEL, "max_tokens": 1000, "temperature": 2.0}
     chunks = list(client.chat.completions.create(
         **asked, messages=QUESTION, tools=[tool], tool_choice="required", stream=True))  # fmt: skip
     calls = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]
@@ -69,7 +69,7 @@ def test_a_long_call_streams_its_arguments(client: openai.OpenAI, claude: anthro
     jsonschema.validate(json.loads("".join(call.function.arguments or "" for call in calls if call.function)), LETTER)
 
     offered: Any = {"tools": [{"name": "write", "input_schema": LETTER}], "tool_choice": {"type": "any"}}
-    asked_of_claude: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 400, **offered}
+    asked_of_claude: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 1000, **offered}
     with claude.messages.stream(**asked_of_claude, extra_body={"temperature": 2.0}) as stream:
         parts = [event.delta.partial_json for event in stream
                  if event.type == "content_block_delta" and event.delta.type == "input_json_delta"]  # fmt: skip
@@ -78,7 +78,7 @@ def test_a_long_call_streams_its_arguments(client: openai.OpenAI, claude: anthro
 
     function: Any = {"type": "function", "name": "write", "parameters": LETTER}
     events = list(client.responses.create(
-        model=MODEL, input="When?", max_output_tokens=400, temperature=2.0, tool_choice="required", tools=[function],
+        model=MODEL, input="When?", max_output_tokens=1000, temperature=2.0, tool_choice="required", tools=[function],
         stream=True))  # fmt: skip
     deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
     (done,) = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
