@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.cluster.parts import Effort, EngineParts
+from engine.session import turn
 
 
 def hooked(function: Callable[..., EngineParts], **options: Any) -> list[str]:
@@ -25,6 +26,12 @@ def hooked(function: Callable[..., EngineParts], **options: Any) -> list[str]:
 def measures_little() -> EngineParts:
     """Its benchmarks read as little memory as they may to measure its rate."""
     return EngineParts(effort=Effort(buffer_bytes=1))
+
+
+def tells_every_token() -> EngineParts:
+    """A client is told of every token, however fast they are, so that what is streamed does not depend on the time."""
+    turn.PIECE_INTERVAL_S = 0.0
+    return EngineParts()
 
 
 def main(where: str, options: str) -> None:

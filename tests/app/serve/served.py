@@ -25,6 +25,7 @@ from app.serve.server import HttpServer
 from engine.bench.local_ring import Launcher
 from engine.ipc.messages import Load
 from tests.support.engine_forks import forked
+from tests.support.hooked_engine import hooked, tells_every_token
 
 MODEL = "speaking"
 TEMPLATE = (
@@ -59,7 +60,7 @@ def served(
     """A server of ``model`` until the end of the block. ``launch``: ``with_libraries`` for a model that sees."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRIVATELLM_HOME", str(home))
-        patch.setattr(engine_process, "start", lambda command: launch(("-m", "engine.host"), os.environ))
+        patch.setattr(engine_process, "start", lambda command: launch(hooked(tells_every_token), os.environ))
         listener = listen(ListenAddress("127.0.0.1", 0))
         port = listener.getsockname()[1]
         notes: list[str] = []
