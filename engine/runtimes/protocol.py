@@ -108,6 +108,11 @@ class TokenRows(ABC):
         """
         return None
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of memory that a checkpoint of this row takes beside it."""
+        return 0
+
     def contents(self, checkpoint: TokenRows | None = None) -> Sequence[RowArray] | None:
         """The arrays of the only row and its ``checkpoint`` in order; None if the runtime cannot export them.
 

@@ -22,18 +22,6 @@ FORK_TOKENS = 32
 """Number of tokens from which on a cut makes a copy: the old row is kept, and its copy is cut."""
 
 
-@dataclass(frozen=True)
-class RowCheckpoint:
-    """The cache's contents after ``tokens``, with their ``origins``. ``rows`` is never run itself."""
-
-    tokens: list[int]
-    origins: Origins
-    rows: TokenRows
-
-    def begins(self, tokens: Sequence[int]) -> bool:
-        return tokens[: len(self.tokens)] == self.tokens
-
-
 @dataclass(eq=False)
 class CachedRow:
     """The keys and values of ``tokens``, with their ``origins``. ``rows`` is None if it is empty."""
@@ -43,8 +31,9 @@ class CachedRow:
     origins: Origins = field(default_factory=Origins)
     known: tuple[int, Logits] | None = None
     """Length of the last prompt in tokens, and the logits after it, with which it can be answered again."""
-    checkpoint: RowCheckpoint | None = None
-    """The point from which the next prompt can go on if the row cannot be cut back."""
+    checkpoints: tuple[TokenRows, ...] = ()
+    """What the row was after fewer tokens, the shortest first: from there a prompt goes on if the row cannot be cut
+    back. They are copied, and never run themselves."""
     owner: str = ""
     """Owner of the conversation, under whose name the row may be kept on disk; empty: it may not be."""
     client: object = None
@@ -67,7 +56,6 @@ class CachedRow:
         """Number of tokens of ``prompt`` that need not be run, if its origins are to be ``wanted`` (None: any)."""
         if self.rows is None or self.rows.void:
             return 0
-        saved = self.checkpoint
         return reusable_length(
             len(prompt),
             shared_length(self.tokens, prompt),
@@ -75,27 +63,43 @@ class CachedRow:
             wanted,
             known_length=0 if self.known is None else self.known[0],
             shortest_cut=self.rows.shortest_cut,
-            begun=Origins() if saved is None or not saved.begins(prompt) else saved.origins,
+            checkpoints=[saved.length for saved in self.checkpoints],
         )
+
+    def checkpoint(self, most: int) -> TokenRows | None:
+        """The longest checkpoint of at most ``most`` tokens."""
+        return max((saved for saved in self.checkpoints if saved.length <= most), key=_length, default=None)
+
+    def save(self, most: int) -> None:
+        """Make a checkpoint, if the runtime can. At most ``most`` are kept, which lie as far apart as they can."""
+        assert self.rows is not None
+        saved = self.rows.checkpoint()
+        if saved is not None:
+            found = (*self.checkpoints, saved)
+            self.checkpoints = tuple(found[index] for index in spread([each.length for each in found], most))
 
     def copied(self) -> CachedRow:
         """A copy that can go on in another way. This row is unchanged."""
         assert self.rows is not None
-        # A row that cannot be cut back goes on at its checkpoint, which copies nothing.
+        # A row that cannot be cut back goes on at a checkpoint, which copies nothing.
         rows = self.rows.fan_out(1) if self.rows.can_truncate else self.rows
-        return CachedRow(rows, list(self.tokens), self.origins, self.known, self.checkpoint)
+        return CachedRow(rows, list(self.tokens), self.origins, self.known, self.checkpoints)
 
     def forked(self) -> CachedRow:
         """A copy of a row that goes on by itself meanwhile."""
         assert self.rows is not None
         rows = self.rows.checkpoint() or self.rows.fan_out(1)
-        return CachedRow(rows, list(self.tokens), self.origins, self.known, self.checkpoint)
+        return CachedRow(rows, list(self.tokens), self.origins, self.known, self.checkpoints)
 
     def nbytes(self, per_token: int, state: int) -> int:
         """Bytes of memory, with ``per_token`` bytes of kept keys and values and ``state`` bytes for a state."""
-        states = state * (1 if self.checkpoint is None else 2)
+        checkpoints = sum(saved.checkpoint_bytes for saved in self.checkpoints)
         forgotten = 0 if self.rows is None else self.rows.forgotten_bytes
-        return len(self.tokens) * per_token - forgotten + states
+        return len(self.tokens) * per_token - forgotten + state + checkpoints
+
+
+def _length(rows: TokenRows) -> int:
+    return rows.length
 
 
 def reusable_length(
@@ -106,21 +110,33 @@ def reusable_length(
     *,
     known_length: int,
     shortest_cut: int,
-    begun: Origins,
+    checkpoints: Sequence[int],
 ) -> int:
     """Number of a ``prompt``'s tokens that a row can supply, so that they are not run again.
 
     The row's tokens have ``origins``, and the first ``shared`` are the prompt's, too. Only tokens with the origins
     ``wanted`` count; None: all. The logits are known after ``known_length`` tokens. The row can be cut back to
-    ``shortest_cut`` tokens or more, or to its checkpoint, with the origins ``begun``.
+    ``shortest_cut`` tokens or more, or to one of the ``checkpoints``, which are numbers of tokens.
     """
-    kept = (origins if wanted is None else wanted.shared(origins)).cut(shared)
-    if kept.length == prompt and known_length != prompt:
-        kept = kept.cut(prompt - 1)
-    if kept.length >= shortest_cut:
-        return kept.length
-    usable = begun.length <= shared and (wanted is None or wanted.shared(begun) == begun)
-    return begun.length if usable else 0
+    usable = (origins if wanted is None else wanted.shared(origins)).cut(shared)
+    if usable.length == prompt and known_length != prompt:
+        usable = usable.cut(prompt - 1)
+    if usable.length >= shortest_cut:
+        return usable.length
+    return max((length for length in checkpoints if length <= usable.length), default=0)
+
+
+def spread(lengths: Sequence[int], most: int) -> list[int]:
+    """Indices of at most ``most`` of the rising ``lengths`` that lie as far apart as they can: without the last, which
+    stays, the one goes whose neighbours are closest together."""
+    indices = list(range(len(lengths)))
+    while len(indices) > most:
+        gaps = [
+            lengths[after] - (lengths[before] if before >= 0 else 0)
+            for before, after in zip([-1, *indices], indices[1:], strict=False)
+        ]
+        del indices[gaps.index(min(gaps))]
+    return indices
 
 
 def best_row(rows: Sequence[CachedRow], prompt: Sequence[int], wanted: Origins | None) -> tuple[CachedRow, int]:

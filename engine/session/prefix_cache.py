@@ -26,6 +26,16 @@ CHECKPOINT_TAIL = 16
 """Tokens at the end of a prompt that are run apart if the model's state cannot be cut back. A checkpoint lies before
 them: they hold what the template writes before an answer, which the next prompt replaces."""
 
+CHECKPOINT_TOKENS = 1024
+"""Tokens of a longer prompt between two checkpoints, to which a changed prompt, or another one with the same beginning,
+goes back."""
+
+MOST_CHECKPOINTS = 8
+"""Maximum number of checkpoints of a row."""
+
+CHECKPOINT_SHARE = 2
+"""Part of the memory for other conversations that the checkpoints of one may take: one half."""
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -160,6 +170,18 @@ class PrefixCache:
         self._free(prompt)
         return _copied(row, row.copied) if row in self._kept else row
 
+    def save(self, row: CachedRow, *, tail: bool) -> None:
+        """Make a checkpoint of ``row``, which cannot be cut back, before the ``tail`` of a prompt, and else far enough
+        behind the last one if there is memory for several."""
+        assert row.rows is not None
+        last = row.checkpoints[-1].length if row.checkpoints else 0
+        if not tail and len(row.tokens) - last < CHECKPOINT_TOKENS:
+            return
+        room = self._budget(sum(self._sizes())) // CHECKPOINT_SHARE
+        most = min(MOST_CHECKPOINTS, room // max(1, row.rows.checkpoint_bytes))
+        if tail or most > 1:
+            row.save(max(1, most))
+
     def replace(self, row: CachedRow, by: CachedRow) -> CachedRow:
         """Let a turn that uses ``row`` use ``by`` in its place. Returns ``by``."""
         self._used[self._used.index(row)] = by
@@ -198,8 +220,13 @@ class PrefixCache:
         if facts.ring is not None and len(facts.ring.nodes) > 1:
             used = sum(len(row.tokens) for row in self._used)
             self._keep(to_keep(self.kept_tokens, RING_TOKENS - len(prompt) - used))
-        sizes = [row.nbytes(facts.key_value_bytes_per_token, facts.state_bytes) for row in self._kept]
+        sizes = self._sizes()
         self._keep(to_keep(sizes, self._budget(sum(sizes))))
+
+    def _sizes(self) -> list[int]:
+        """Bytes of the rows that nobody uses, but for the latest."""
+        facts = self._model.facts
+        return [row.nbytes(facts.key_value_bytes_per_token, facts.state_bytes) for row in self._kept]
 
     def _keep(self, indices: Sequence[int]) -> None:
         for index in set(range(len(self._kept))).difference(indices):
@@ -219,8 +246,8 @@ class PrefixCache:
             shared -= 1
         reused = origins.cut(shared)
         if row.rows is not None and reused.length < row.rows.shortest_cut:
-            saved = row.checkpoint
-            reused = saved.origins if saved is not None and saved.begins(prompt) else Origins()
+            saved = row.checkpoint(reused.length)
+            reused = reused.cut(0 if saved is None else saved.length)
         return reused.read(len(prompt) - reused.length)
 
     def again(self, prompt: Sequence[int], repeatable: bool) -> tuple[int, int]:

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.models.store.prefix_files import part_of
-from engine.runtimes.protocol import Bytes, LoadedModel, Logits, RowArray, RowPart, as_bytes
-from engine.session.kept_rows import CachedRow, RowCheckpoint, reusable_length
+from engine.runtimes.protocol import Bytes, LoadedModel, Logits, RowArray, RowPart, TokenRows, as_bytes
+from engine.session.kept_rows import CachedRow, reusable_length
 from engine.session.origins import Origins
 
-MAGIC = b"PLLMPFX2"
+MAGIC = b"PLLMPFX3"
 """Beginning of every file. Its last character is the version of the format."""
 
 HEADER_LIMIT = 64 * 1024 * 1024
@@ -54,8 +54,8 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[int]
     known: int
     """Number of tokens after which the logits are stored; 0: they are not."""
-    begun: list[int]
-    """Runs up to the checkpoint; empty: there is no checkpoint."""
+    begun: int
+    """Number of tokens up to the last checkpoint; 0: there is none."""
     can_truncate: bool
     shortest_cut: int = 0
     """Smallest number of tokens to which a row that can be truncated can be cut back."""
@@ -69,11 +69,11 @@ class StoredPrefix:
         """Check the header. Raises WrongPrefixError."""
         self.path = path
         self.tokens: NDArray[np.int32] = np.frombuffer(fields.tokens, np.dtype("<i4"))
-        self.origins, self.begun = _sequence(fields.runs), _sequence(fields.begun)
+        self.origins = _sequence(fields.runs)
         self.fields = fields
         if not len(self.tokens) or self.origins.length != len(self.tokens):
             raise WrongPrefixError("its tokens were neither read nor written")
-        if not 0 <= fields.known <= len(self.tokens) or self.begun.length > len(self.tokens):
+        if not 0 <= fields.known <= len(self.tokens) or not 0 <= fields.begun <= len(self.tokens):
             raise WrongPrefixError("it knows more than it holds")
         named = bool(fields.parts) and fields.parts[-1].name == _LOGITS
         if named != bool(fields.known):
@@ -94,7 +94,7 @@ class StoredPrefix:
             wanted,
             known_length=self.fields.known,
             shortest_cut=self.fields.shortest_cut if self.fields.can_truncate else len(self.tokens),
-            begun=self.begun,
+            checkpoints=[self.fields.begun],
         )
 
 
@@ -124,7 +124,7 @@ def read_prefix(path: Path, identity: str, model: LoadedModel, should_stop: Call
 
         parts = fields.parts[:-1] if fields.known else fields.parts
         try:
-            rows, saved = model.restored(len(header.tokens), header.begun.length, parts, fill)
+            rows, saved = model.restored(len(header.tokens), fields.begun, parts, fill)
         except ValueError as error:
             raise WrongPrefixError(str(error)) from error
         last_logits: tuple[int, Logits] | None = None
@@ -137,8 +137,7 @@ def read_prefix(path: Path, identity: str, model: LoadedModel, should_stop: Call
         if file.read(_DIGEST_BYTES + 1) != digest.digest():
             raise WrongPrefixError("its checksum is wrong")
     tokens = header.tokens.tolist()
-    begun = None if saved is None else RowCheckpoint(tokens[: header.begun.length], header.begun, saved)
-    return CachedRow(rows, tokens, header.origins, last_logits, begun)
+    return CachedRow(rows, tokens, header.origins, last_logits, () if saved is None else (saved,))
 
 
 def stored_bytes(row: CachedRow) -> int:
@@ -154,14 +153,14 @@ def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callabl
     """
     contents = _contents(row)
     assert contents is not None and row.rows is not None
-    saved = row.checkpoint if not row.rows.can_truncate else None
+    saved = _checkpoint(row)
     header = msgspec.msgpack.encode(
         _Fields(
             model=identity,
             tokens=np.array(row.tokens, "<i4").tobytes(),
             runs=list(row.origins.runs),
             known=0 if row.known is None else row.known[0],
-            begun=[] if saved is None else list(saved.origins.runs),
+            begun=0 if saved is None else saved.length,
             can_truncate=row.rows.can_truncate,
             shortest_cut=row.rows.shortest_cut,
             parts=[array.part for array in contents],
@@ -192,11 +191,15 @@ def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callabl
     return part
 
 
+def _checkpoint(row: CachedRow) -> TokenRows | None:
+    """The checkpoint that a file with ``row`` holds."""
+    return row.checkpoints[-1] if row.checkpoints else None
+
+
 def _contents(row: CachedRow) -> list[RowArray] | None:
     """The arrays of a file with ``row``."""
     assert row.rows is not None
-    saved = row.checkpoint if not row.rows.can_truncate else None
-    contents = row.rows.contents(None if saved is None else saved.rows)
+    contents = row.rows.contents(_checkpoint(row))
     if contents is None or row.known is None:
         return None if contents is None else list(contents)
     return [*contents, RowArray.of(_LOGITS, row.known[1], as_bytes)]

@@ -16,7 +16,7 @@ from engine.ipc.messages import Notice, RingChanged
 from engine.planning.memory import CUT_BACK_TOKENS
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 from engine.session.chunks import chunks
-from engine.session.kept_rows import CachedRow, RowCheckpoint, shared_length
+from engine.session.kept_rows import CachedRow, shared_length
 from engine.session.origins import Origins
 from engine.session.prefix_cache import CHECKPOINT_TAIL, PrefixCache
 from engine.session.reading_again import Closest
@@ -207,12 +207,13 @@ class TurnCache:
             reused = origins.cut(origins.length - 1)
         rows = None if now.rows is None or now.rows.void else now.rows
         if rows is None or (reused != now.origins and not reused.length) or reused.length < rows.shortest_cut:
-            saved = now.checkpoint
-            if saved is not None and saved.begins(tokens) and origins.shared(saved.origins) == saved.origins:
-                fresh = saved.rows.checkpoint() if saved.origins != origins else None
-                if fresh is not None:
-                    self._use(CachedRow(fresh, list(saved.tokens), saved.origins, None, saved))
-                    return fresh
+            # Something must be left to run.
+            saved = now.checkpoint(min(reused.length, origins.length - 1))
+            fresh = None if saved is None else saved.checkpoint()
+            if saved is not None and fresh is not None:
+                kept = tuple(each for each in now.checkpoints if each.length <= saved.length)
+                self._use(CachedRow(fresh, tokens[: saved.length], origins.cut(saved.length), checkpoints=kept))
+                return fresh
             rows = self._model.start()
             self._use(CachedRow(rows))
             return rows
@@ -268,9 +269,8 @@ class TurnCache:
                 if run > 0:
                     self._append(part, row.origins.read(count))
                     rows.forget_unseen(begun - CUT_BACK_TOKENS)
-                    if len(row.tokens) == saved_at and not rows.can_truncate:
-                        saved = rows.checkpoint()
-                        row.checkpoint = None if saved is None else RowCheckpoint(list(row.tokens), row.origins, saved)
+                    if not rows.can_truncate and len(row.tokens) <= saved_at:
+                        self._cache.save(row, tail=len(row.tokens) == saved_at)
                     if count >= LONG_CHUNK:
                         give_back()
                 else:

@@ -435,6 +435,10 @@ class MlxRows(LocalRows):
         the row can be truncated anyway."""
         return None if self.can_truncate else self.fan_out(1)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self._length * self.bytes_per_position() + self.state_bytes()
+
     def _contents(self, checkpoint: TokenRows | None) -> Sequence[RowArray]:
         assert checkpoint is None or isinstance(checkpoint, MlxRows)
         return contents_of(self._caches, () if checkpoint is None else checkpoint._caches)

@@ -390,6 +390,10 @@ class NativeTokenRows(LocalRows):
         """A row that shares this one's pages and states, without a copy; None if the row can be truncated anyway."""
         return None if self.can_truncate else self.fan_out(1)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self._model.facts.state_bytes
+
     def _pass(
         self,
         phase: Phase,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runtimes.protocol import TokenRows
-from engine.session.kept_rows import MOST_KEPT, CachedRow, RowCheckpoint, best_row, to_keep
+from engine.session.kept_rows import MOST_KEPT, CachedRow, best_row, spread, to_keep
 from engine.session.origins import Origins
 
 
@@ -17,9 +17,10 @@ class Rows(TokenRows):
     can_truncate = True
     shortest_cut = 0
 
-    def __init__(self, can_truncate: bool, shortest_cut: int) -> None:
+    def __init__(self, can_truncate: bool, shortest_cut: int, length: int = 0) -> None:
         self.can_truncate = can_truncate
         self.shortest_cut = shortest_cut
+        self.length = length
 
     def extend(self, tokens, want_logits=True):
         raise AssertionError
@@ -41,8 +42,8 @@ def cached(draw: st.DrawFn) -> CachedRow:
     known = draw(st.sampled_from([None, len(tokens)]))
     can_truncate = draw(st.booleans())
     rows = Rows(can_truncate, draw(st.integers(0, len(tokens))) if can_truncate else len(tokens))
-    begin = origins.cut(draw(st.integers(0, len(tokens))))
-    saved = None if rows.can_truncate else RowCheckpoint(tokens[: begin.length], begin, rows)
+    lengths = st.lists(st.integers(0, len(tokens)), max_size=3, unique=True).map(sorted)
+    saved = () if rows.can_truncate else tuple(Rows(False, length, length) for length in draw(lengths))
     return CachedRow(rows, tokens, origins, None if known is None else (known, None), saved)  # type: ignore[arg-type]
 
 
@@ -59,10 +60,8 @@ def by_hand(row: CachedRow, prompt: list[int], wanted: Origins | None) -> int:
     assert row.rows is not None
     if at[-1] >= row.rows.shortest_cut:
         return at[-1]
-    saved = row.checkpoint
-    if saved is None:
-        return 0
-    return len(saved.tokens) if fits(len(saved.tokens), saved.tokens, saved.origins) else 0
+    saved = {each.length for each in row.checkpoints}
+    return max((length for length in at if length in saved), default=0)
 
 
 @given(st.lists(cached(), min_size=1, max_size=5), TOKENS.filter(bool), st.booleans(), st.data())
@@ -83,6 +82,21 @@ def test_the_row_with_most_to_reuse_is_taken(
 
 def test_nothing_is_reused_of_an_empty_row() -> None:
     assert CachedRow().reusable([1, 2], None) == 0
+
+
+@given(st.lists(st.integers(1, 30), max_size=8, unique=True).map(sorted), st.integers(1, 8))
+def test_checkpoints_that_stay_lie_far_apart_and_the_last_is_among_them(lengths: list[int], most: int) -> None:
+    kept = spread(lengths, most)
+    assert kept == sorted(set(kept)) and len(kept) == min(len(lengths), most)
+    assert not lengths or kept[-1] == len(lengths) - 1
+    if len(lengths) == most + 1:
+        # What is read again at most, behind the checkpoint that went, is as little as it can be.
+        def widest(left: list[int]) -> int:
+            (gone,) = set(range(len(lengths))).difference(left)
+            return lengths[gone + 1] - (lengths[gone - 1] if gone else 0)
+
+        others = [[index for index in range(len(lengths)) if index != gone] for gone in range(len(lengths) - 1)]
+        assert widest(kept) == min(map(widest, others))
 
 
 @given(st.lists(st.integers(0, 12), max_size=7), st.integers(0, 30))

@@ -332,3 +332,32 @@ def test_states_that_cannot_be_cut_back_go_on_before_the_end_of_the_last_prompt(
     back, once_more = person(following, **greedy)
     assert (back.token_ids, once_more) == (second.token_ids, logits)
     assert repeated and expected
+
+
+@pytest.mark.parametrize(("runtime", "family"), WITH_STATES)
+@pytest.mark.parametrize("kept", [0, 10**6])
+def test_who_changes_an_early_question_reads_again_from_the_last_checkpoint_before_it(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, runtime: RuntimeName, family: str, kept: int
+) -> None:
+    """Without memory for them there is one checkpoint only, and everything is read again."""
+    monkeypatch.setattr(prefix_cache, "CHECKPOINT_TOKENS", 40)
+    folder = tiny_model(family, dtype="bfloat16")
+    greedy = {"sampling": Sampling(temperature=0.0)}
+    person = Person(folder, runtime, kept)
+    system = Message("system", "the same long instructions for whoever asks something, whatever it may be " * 3)
+    talk = [system]
+    for number in range(4):
+        talk += [Message("user", f"question number {number} of a long talk"), Message("assistant", "so it is")]
+        person(talk[:-1], **greedy)
+    edited = [*talk[:3], Message("user", "another second question")]
+    other = [system, Message("user", "another talk altogether")]
+    for changed, least in ((edited, CHECKPOINT_TAIL), (other, 40 + 24)):
+        found, logits = person(changed, **greedy)
+        alone, expected = Person(folder, runtime)(changed, **greedy)
+        assert (found.token_ids, logits) == (
+            alone.token_ids,
+            expected,
+        ) and alone.prefilled_tokens == alone.prompt_tokens
+        shared = found.prompt_tokens - len(changed[-1].content) - CHECKPOINT_TAIL
+        again = found.prefilled_tokens - (found.prompt_tokens - shared)
+        assert again <= least if kept else found.prefilled_tokens == found.prompt_tokens

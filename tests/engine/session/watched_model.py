@@ -92,6 +92,10 @@ class WatchedRows(TokenRows):
         return None if found is None else WatchedRows(self._model, found)
 
     @property
+    def checkpoint_bytes(self) -> int:
+        return self._rows.checkpoint_bytes
+
+    @property
     def shortest_cut(self) -> int:
         return self._rows.shortest_cut
 
