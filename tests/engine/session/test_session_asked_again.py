@@ -31,6 +31,11 @@ WITH_STATES = [case for case in CASES if case[1] == "qwen3_5_text"]
 pytestmark = needs_kernels
 
 
+@pytest.fixture(autouse=True)
+def _near_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "CHECKPOINT_TOKENS", 40)
+
+
 class Person:
     """Somebody at a session who cancels after ``patience`` tokens, and the digests of the logits of an answer."""
 
@@ -39,7 +44,7 @@ class Person:
         self.model = WatchedModel(runtime_named(runtime).load(folder, request, lambda *_: None))
         tokenizer = LetterTokenizer()
         facts = self.model.facts
-        kept = kept_tokens * facts.key_value_bytes_per_token + (3 * facts.state_bytes if kept_tokens else 0)
+        kept = kept_tokens * facts.key_value_bytes_per_token + (12 * facts.state_bytes if kept_tokens else 0)
         self.session = Session(self.model, tokenizer, ends={7}, defaults={}, prefill_chunk=24, prefix_bytes=kept)
         self.session._history = TokenHistory(tokenizer)
         self.patience: int | None = None
@@ -216,13 +221,13 @@ def test_a_changed_question_leaves_the_old_branch_in_place(keeper: Person) -> No
 
 @pytest.mark.sampled
 def test_the_least_recently_used_is_forgotten_first(keeper: Person) -> None:
-    for letter in "abcdef":
+    for letter in "abcdefghijkl":
         keeper([Message("user", letter * 60)], sampling=Sampling(temperature=0.0))
     kept = keeper.session._cache._kept
-    assert 0 < len(kept) < 5
+    assert 0 < len(kept) < 11
     tokenizer = LetterTokenizer()
     words = [tokenizer.decode(row.tokens[2:4]).lower() for row in kept]
-    assert words == [2 * letter for letter in "edcba"[: len(kept)]]
+    assert words == [2 * letter for letter in "kjihgfedcba"[: len(kept)]]
 
 
 def check_one_answer(person: Person, steps: list[tuple[str, int]]) -> None:
@@ -337,10 +342,9 @@ def test_states_that_cannot_be_cut_back_go_on_before_the_end_of_the_last_prompt(
 @pytest.mark.parametrize(("runtime", "family"), WITH_STATES)
 @pytest.mark.parametrize("kept", [0, 10**6])
 def test_who_changes_an_early_question_reads_again_from_the_last_checkpoint_before_it(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, runtime: RuntimeName, family: str, kept: int
+    tiny_model: Callable[..., Path], runtime: RuntimeName, family: str, kept: int
 ) -> None:
     """Without memory for them there is one checkpoint only, and everything is read again."""
-    monkeypatch.setattr(prefix_cache, "CHECKPOINT_TOKENS", 40)
     folder = tiny_model(family, dtype="bfloat16")
     greedy = {"sampling": Sampling(temperature=0.0)}
     person = Person(folder, runtime, kept)
