@@ -12,6 +12,7 @@
 #endif
 
 #include "grouped_scales_x86.h"
+#include "vector_avx2.h"
 
 typedef __m256 lanes;
 typedef grouped_input unit_input;
@@ -22,12 +23,19 @@ ALWAYS_INLINE float added_up(lanes v) { return eight_added_up(v); }
 
 ALWAYS_INLINE __m256i loaded(const void *from) { return _mm256_loadu_si256((const __m256i *)from); }
 
+/* What codes of four bits stand for, raised by as much as they are multiplied. */
 ALWAYS_INLINE __m256i halves(__m256i v, const int dtype) {
     static const int8_t fp4[16] = {FP4_VALUES};
     if (dtype == PLLM_AFFINE4) return v;
+    const int above = dtype == PLLM_OCP_MXFP4 ? FP4_RAISED : above_of(dtype);
     const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)fp4);
-    const __m256i raised = _mm256_broadcastsi128_si256(_mm_add_epi8(table, _mm_set1_epi8(FP4_RAISED)));
+    const __m256i raised = _mm256_broadcastsi128_si256(_mm_add_epi8(table, _mm_set1_epi8((char)above)));
     return _mm256_shuffle_epi8(raised, v);
+}
+
+/* By how much codes, as they are multiplied, are above what they stand for, where their scales know it. */
+ALWAYS_INLINE float raised_by(const int dtype) {
+    return dtype == PLLM_AFFINE8 ? -128 : dtype == PLLM_OCP_MXFP4 ? FP4_RAISED : 0;
 }
 
 #define PAIR(k) (char)(PAIR_BYTE(k, bits) + skip), (char)(PAIR_BYTE(k, bits) + skip + 1)
@@ -83,14 +91,13 @@ ALWAYS_INLINE void add_nvfp4(const uint8_t *codes, const uint8_t *scales, const 
 /* Codes of four bits are added up in 16 bits, of which 2 * 2 * 24 * 127 take few; 128 * 127 twice just fit. */
 ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,
                             const group_reader *reader, const unit_input *const *x, lanes *sums, const int dtype, const int M) {
-    const float raised = dtype == PLLM_AFFINE8 ? -128 : dtype == PLLM_OCP_MXFP4 ? FP4_RAISED : 0;
     if (dtype == PLLM_GROUPED_NVFP4) {
         add_nvfp4(codes, scales, biases, x, sums, M);
         return;
     }
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
     __m256 added;
-    const __m256 own = scales_of(scales, biases, reader, dtype, raised, &added);
+    const __m256 own = scales_of(scales, biases, reader, dtype, raised_by(dtype), &added);
     __m256 by[4];
     UNROLL for (int m = 0; m < M; m++) {
         by[m] = _mm256_mul_ps(own, _mm256_loadu_ps(x[m]->scales));
@@ -140,6 +147,98 @@ ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const u
 #define MOST_TOKENS 4
 #define MORE_FORMATS(ROW) ROW(GROUPED_NVFP4)
 #include "grouped_rows_template.h"
+
+/* ---- Panels of bytes ------------------------------------------------------------------------------------------ */
+
+#define ROWS_OF_VECTOR 8
+
+/* Codes 32 g and following of the unit at `codes`, in order, as they are multiplied. */
+ALWAYS_INLINE __m256i codes_in_order(const uint8_t *codes, const int g, const int dtype) {
+    if (has_pairs(dtype)) return thirty_two(codes, g, group_bits(dtype));
+    if (dtype == PLLM_AFFINE8) return _mm256_xor_si256(loaded(codes + 32 * g), _mm256_set1_epi8((char)0x80));
+    /* Each byte in 16 bits, the second half of it moved up to the next eight. */
+    const __m256i wide = _mm256_cvtepu8_epi16(eight_words(codes + 16 * g));
+    return halves(_mm256_and_si256(_mm256_or_si256(wide, _mm256_slli_epi16(wide, 4)), _mm256_set1_epi8(15)), dtype);
+}
+
+/* The scales of a unit of NVFP4: of its first halves of groups, then of the second ones. */
+ALWAYS_INLINE void nvfp4_scales(const uint8_t *scales, const uint8_t *table, __m256 to[2]) {
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    const __m128i apart = _mm_shuffle_epi8(eight_words(scales), order);
+    to[0] = _mm256_i32gather_ps((const float *)(const void *)table, _mm256_cvtepu8_epi32(apart), 4);
+    to[1] = _mm256_i32gather_ps((const float *)(const void *)table, _mm256_cvtepu8_epi32(_mm_srli_si128(apart, 8)), 4);
+}
+
+/* Where the rows of a unit begin. */
+typedef struct eight_units {
+    const uint8_t *codes[ROWS_OF_VECTOR], *scales[ROWS_OF_VECTOR], *biases[ROWS_OF_VECTOR];
+} eight_units;
+
+/* `blocks` of 32 values of a unit, for the eight rows of vector v of the panel. */
+ALWAYS_INLINE void open_unit(panel_block *to, const int v, const eight_units *rows, const group_reader *reader,
+                             const int64_t blocks, const int dtype) {
+    const int64_t apart = sizeof *to / sizeof(float), place = ROWS_OF_VECTOR * v;
+    const size_t bytes = (size_t)(divided_up(blocks * reader->groups, UNIT_GROUPS) * reader->width);
+    __m256 lanes[ROWS_OF_VECTOR], more[ROWS_OF_VECTOR];
+    for (int g = 0; g < (int)blocks; g++) {
+        UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++)
+            lanes[r] = _mm256_castsi256_ps(codes_in_order(rows->codes[r], g, dtype));
+        avx2_store_transposed(lanes, (float *)(void *)(to[g].codes[0] + 4 * place), PANEL_ROWS, 8);
+    }
+    for (int r = 0; r < ROWS_OF_VECTOR; r++) {
+        uint8_t scales[4 * UNIT_GROUPS] = {0}, biases[4 * UNIT_GROUPS] = {0}; /* so that nothing is read past the row */
+        __m256 both[2];
+        memcpy(scales, rows->scales[r], bytes);
+        if (dtype == PLLM_GROUPED_NVFP4) {
+            nvfp4_scales(scales, rows->biases[r], both);
+        } else {
+            if (dtype != PLLM_OCP_MXFP4) memcpy(biases, rows->biases[r], bytes);
+            both[0] = scales_of(scales, biases, reader, dtype, raised_by(dtype), both + 1);
+            both[1] = _mm256_sub_ps(_mm256_setzero_ps(), both[1]);
+        }
+        lanes[r] = both[0];
+        more[r] = both[1];
+    }
+    avx2_store_transposed(lanes, to->scales[0] + place, apart, blocks);
+    avx2_store_transposed(more, (dtype == PLLM_GROUPED_NVFP4 ? to->scales[1] : to->minimums[0]) + place, apart, blocks);
+}
+
+ALWAYS_INLINE void open_panel(panel_block *to, const pllm_matrix *matrix, const int64_t row, const int64_t rows,
+                              const int64_t first, const int64_t count, const int64_t ahead, const int dtype) {
+    const group_reader reader = reader_of(matrix);
+    const int64_t unit_bytes = bytes_of_values(dtype, UNIT);
+    for (int64_t k = 0; k < count; k += UNIT, to += UNIT_GROUPS) {
+        const int64_t at = (first + k) / matrix->group * reader.width, values = MIN(UNIT, count - k);
+        for (int v = 0; v < PANEL_ROWS / ROWS_OF_VECTOR; v++) {
+            uint8_t ends[ROWS_OF_VECTOR][UNIT];
+            eight_units units;
+            for (int r = 0; r < ROWS_OF_VECTOR; r++) { /* those that are not there get the last one's */
+                const int64_t own = row + MIN(ROWS_OF_VECTOR * v + r, rows - 1);
+                units.codes[r] = (const uint8_t *)matrix->data + own * reader.code_bytes + bytes_of_values(dtype, first + k);
+                units.scales[r] = (const uint8_t *)matrix->scales + own * reader.scale_bytes + at;
+                units.biases[r] = biases_of(matrix) + (dtype == PLLM_GROUPED_NVFP4 ? 0 : own * reader.scale_bytes + at);
+                for (int64_t line = 0; line < unit_bytes; line += 64)
+                    __builtin_prefetch(units.codes[r] + ahead + line, 0, 2);
+                if (values == UNIT) continue;
+                memset(ends[r], 0, sizeof ends[r]); /* so that nothing is read past the row */
+                units.codes[r] = memcpy(ends[r], units.codes[r], (size_t)bytes_of_values(dtype, values));
+            }
+            open_unit(to, v, &units, &reader, values / GROUP_VALUES, dtype);
+        }
+    }
+}
+
+#define OPEN_PANEL(NAME, ...)                                                                                      \
+    case PLLM_##NAME: open_panel(to, matrix, row, rows, first, count, ahead, PLLM_##NAME); break;
+
+void SET(open_panel)(panel_block *to, const pllm_matrix *matrix, int64_t row, int64_t rows, int64_t first,
+                     int64_t count, int64_t ahead) {
+    switch (matrix->dtype) {
+        PLLM_GROUPED_FORMATS(OPEN_PANEL)
+        OPEN_PANEL(GROUPED_NVFP4)
+    default: break;
+    }
+}
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -97,6 +97,9 @@ void pllm_grouped_scalar_convert(void *row, int64_t first, const float *from, fl
 void pllm_grouped_scalar_pad(void *row, int64_t columns);
 #if defined(__x86_64__)
 GROUPED_FEW(avx2)
+/* What lies `ahead` bytes further on is fetched meanwhile. */
+void pllm_grouped_avx2_open_panel(struct panel_block *to, const pllm_matrix *matrix, int64_t row, int64_t rows,
+                                  int64_t first, int64_t count, int64_t ahead);
 GROUPED_FEW(avx512f)
 GROUPED_FEW(avx512_vnni)
 void pllm_grouped_avx512f_open(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, float *to);
@@ -116,6 +119,7 @@ _Static_assert(sizeof(grouped_input) <= FEWEST_STRIDE * 4, "a unit fits into the
 #define GROUPED_SET(FEW, CONVERT)                                                                                  \
     GROUPED_FEW_SET(FEW, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,   \
     .many = SET(many), .tile = SET(tile)
+#define GROUPED_AVX2_SET GROUPED_FEW_SET(avx2, scalar), BYTE_PANELS(avx2)
 #define GROUPED_NEON_SET(MANY) GROUPED_FEW_SET(scalar, scalar), BYTE_PANELS(MANY)
 #define GROUPED_VNNI_SET GROUPED_FEW_SET(avx512_vnni, avx512f), BYTE_PANELS(avx512_vnni)
 

@@ -3,7 +3,7 @@
 #include <float.h>
 #include <math.h>
 
-#include "packed_internal.h"
+#include "grouped_internal.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

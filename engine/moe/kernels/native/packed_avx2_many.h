@@ -1,4 +1,4 @@
-/* Products of many tokens with packed weights for AVX2: bytes times bytes, added up as whole numbers within a block of 32
+/* Products of many tokens with packed and grouped weights for AVX2: bytes times bytes, added up as whole numbers within a block of 32
    values and scaled once. Included by packed_avx2.c.
 
    A panel is PANEL_ROWS rows of weights opened once for all tokens, eight rows to a vector, four neighbouring codes to a
@@ -19,13 +19,19 @@ _Static_assert(sizeof(panel_block) * (PANEL_COLUMNS / INPUT_BLOCK) <= PANEL_BYTE
 /* How wide the codes of a panel are. */
 enum { FOUR_BITS, FIVE_BITS, SIX_BITS, SEVEN_BITS, EIGHT_BITS, WIDTHS };
 
-ALWAYS_INLINE int width_of(const int dtype) { return MAX(FOUR_BITS, FOUR_BITS + code_bits(dtype) - 4); }
+ALWAYS_INLINE int width_of(const int dtype) {
+    const int fp4 = dtype == PLLM_OCP_MXFP4 || dtype == PLLM_GROUPED_NVFP4; /* whose codes are raised to have no sign */
+    return MAX(FOUR_BITS, FOUR_BITS + (fp4 ? 5 : is_grouped(dtype) ? group_bits(dtype) : code_bits(dtype)) - 4);
+}
 
 /* What is done with the products of a block: its codes are raised, or else are signed or have a minimum (LOWERED); its
    halves have a scale of their own (HALVED), or that and a minimum. */
 enum { RAISED, LOWERED, HALVED, HALVED_LOWERED, KINDS };
 
-ALWAYS_INLINE int kind_of(const int dtype) { return (is_halved(dtype) ? HALVED : RAISED) + has_minimums(dtype); }
+ALWAYS_INLINE int kind_of(const int dtype) {
+    if (is_halved(dtype)) return has_minimums(dtype) ? HALVED_LOWERED : HALVED;
+    return has_minimums(dtype) || is_grouped(dtype) ? LOWERED : RAISED;
+}
 
 /* ---- Opening a panel -------------------------------------------------------------------------------------------- */
 
@@ -59,12 +65,6 @@ ALWAYS_INLINE void open_q4_k_codes(const uint8_t *const rows[ROWS_OF_VECTOR], pa
     }
 }
 
-/* Eight figures of each row to eight places, `apart` floats from one to the next. */
-ALWAYS_INLINE void store_eight(__m256 lanes[ROWS_OF_VECTOR], float *to, const int64_t apart, const int64_t count) {
-    avx2_transpose(lanes);
-    for (int64_t i = 0; i < count; i++) _mm256_storeu_ps(to + i * apart, lanes[i]);
-}
-
 ALWAYS_INLINE void open_scales(const uint8_t *const rows[ROWS_OF_VECTOR], panel_block *to, const int v,
                                const int64_t blocks, const int dtype) {
     const int64_t apart = sizeof *to / sizeof(float);
@@ -76,8 +76,8 @@ ALWAYS_INLINE void open_scales(const uint8_t *const rows[ROWS_OF_VECTOR], panel_
         lanes[r] = scales[0];
         if (is_halved(dtype)) upper[r] = scales[1];
     }
-    store_eight(lanes, to->scales[0] + ROWS_OF_VECTOR * v, apart, blocks);
-    if (is_halved(dtype)) store_eight(upper, to->scales[1] + ROWS_OF_VECTOR * v, apart, blocks);
+    avx2_store_transposed(lanes, to->scales[0] + ROWS_OF_VECTOR * v, apart, blocks);
+    if (is_halved(dtype)) avx2_store_transposed(upper, to->scales[1] + ROWS_OF_VECTOR * v, apart, blocks);
     if (!has_minimums(dtype)) return;
     UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) {
         __m256 minimums[2];
@@ -85,8 +85,8 @@ ALWAYS_INLINE void open_scales(const uint8_t *const rows[ROWS_OF_VECTOR], panel_
         lanes[r] = minimums[0];
         if (is_halved(dtype)) upper[r] = minimums[1];
     }
-    store_eight(lanes, to->minimums[0] + ROWS_OF_VECTOR * v, apart, blocks);
-    if (is_halved(dtype)) store_eight(upper, to->minimums[1] + ROWS_OF_VECTOR * v, apart, blocks);
+    avx2_store_transposed(lanes, to->minimums[0] + ROWS_OF_VECTOR * v, apart, blocks);
+    if (is_halved(dtype)) avx2_store_transposed(upper, to->minimums[1] + ROWS_OF_VECTOR * v, apart, blocks);
 }
 
 /* `count` rows of `columns` values; those that are not there get the last one's. Meanwhile fetches what lies `ahead` bytes
@@ -265,7 +265,8 @@ typedef void (*part_function)(const panel_task *task, const tile_block *tile, in
 #define WIDTHS_AND_KINDS(OF)                                                                                       \
     OF(FOUR_BITS, RAISED) OF(FOUR_BITS, LOWERED) OF(FOUR_BITS, HALVED) OF(FOUR_BITS, HALVED_LOWERED)               \
     OF(FIVE_BITS, RAISED) OF(FIVE_BITS, LOWERED) OF(FIVE_BITS, HALVED) OF(SIX_BITS, RAISED) OF(SIX_BITS, HALVED)   \
-    OF(SEVEN_BITS, RAISED) OF(SEVEN_BITS, HALVED) OF(EIGHT_BITS, RAISED)
+    OF(SIX_BITS, LOWERED) OF(SEVEN_BITS, RAISED) OF(SEVEN_BITS, HALVED) OF(EIGHT_BITS, RAISED)                    \
+    OF(EIGHT_BITS, LOWERED)
 
 WIDTHS_AND_KINDS(MULTIPLY_ALL)
 
@@ -288,7 +289,8 @@ static void multiply_panel(const panel_task *task, const part_function *parts, c
 
 void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
                int64_t tokens, float *y, int64_t y_stride, int add, void *scratch, const void *after) {
-    const char *data = weights;
+    const pllm_matrix *grouped = is_grouped(dtype) ? weights : NULL;
+    const char *data = grouped ? grouped->data : weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), tile_blocks = padded(columns) / INPUT_BLOCK;
     const int less = raised_shift(raised_by(dtype));
     const part_function *parts = part_table[width_of(dtype)][kind_of(dtype)];
@@ -298,8 +300,11 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k);
             const char *from = data + n * row_bytes + bytes_of_values(dtype, k);
             const char *next = panel_after(from, dtype, row_bytes, n, rows, k, depth, columns, after);
-            open_table[dtype](scratch, (const uint8_t *)from, row_bytes, here, depth,
-                              (intptr_t)next - (intptr_t)from);
+            const int64_t ahead = (intptr_t)next - (intptr_t)from;
+            if (grouped)
+                pllm_grouped_avx2_open_panel(scratch, grouped, n, here, k, depth, ahead);
+            else
+                open_table[dtype](scratch, (const uint8_t *)from, row_bytes, here, depth, ahead);
             const panel_task task = {.panel = scratch, .blocks = depth / INPUT_BLOCK, .y_stride = y_stride, .rows = here,
                                      .less = less, .more = add || k > 0};
             multiply_panel(&task, parts, (const tile_block *)tiles + k / INPUT_BLOCK, tile_blocks, tokens, y + n);

@@ -15,9 +15,6 @@
 
 #include "vector_avx2.h"
 
-#define OPEN_ROW(dtype, from, to, count) pllm_unpack_row(dtype, from, to, count)
-#define OPEN_GROUPED(matrix, row, first, count, to) \
-    pllm_grouped_scalar_open(matrix, row, first, count, to)
 #define OPENED PLLM_F32
 #include "activations_f32_template.h"
 #include "rows_template.h"
@@ -26,7 +23,7 @@
 const kernel_set pllm_set_avx2 = {PLAIN_SET};
 const kernel_set pllm_set_avx2_fp8 = {FP8_SET};
 const kernel_set pllm_set_avx2_packed = {PACKED_AVX2_SET};
-const kernel_set pllm_set_avx2_grouped = {GROUPED_SET(avx2, scalar)};
+const kernel_set pllm_set_avx2_grouped = {GROUPED_AVX2_SET};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -62,6 +62,12 @@ ALWAYS_INLINE void avx2_transpose(__m256 r[8]) {
     }
 }
 
+/* The first `count` columns of r, `apart` floats from one to the next. */
+ALWAYS_INLINE void avx2_store_transposed(__m256 r[8], float *to, const int64_t apart, const int64_t count) {
+    avx2_transpose(r);
+    for (int64_t i = 0; i < count; i++) _mm256_storeu_ps(to + i * apart, r[i]);
+}
+
 #define V_ZERO _mm256_setzero_ps()
 #define V_SET1(value) _mm256_set1_ps(value)
 #define V_LOAD(from) _mm256_loadu_ps(from)

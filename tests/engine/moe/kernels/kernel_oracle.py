@@ -22,6 +22,21 @@ GAUSSIAN, OUTLIERS = 0.008, 0.013
 are thirty times as large."""
 
 
+class CInput(ctypes.Structure):
+    """``pllm_input``."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("set", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("few", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
 def to_bf16(values: NDArray[Any]) -> NDArray[np.uint16]:
     """Rounded to nearest, ties to even."""
     words = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
@@ -152,6 +167,42 @@ def product(pool: Pool, instructions: str, weight: Matrix, x: NDArray[np.float32
     )  # fmt: skip
     assert code == 0
     return out
+
+
+def read(
+    instructions: str, weight: Matrix, x: NDArray[np.float32], before: NDArray[np.float32], threads: int
+) -> NDArray[np.float32]:
+    """``before`` [tokens, rows] and what is added to it of ``x`` [tokens, columns], as rows of tokens that are read, by
+    ``threads`` one after another. Their input lies where something else did before."""
+    library, tokens, columns = bindings.load(), ctypes.c_int64(len(x)), ctypes.c_int64(x.shape[1])
+    memory = np.full(8 * (len(x) + 12) * (x.shape[1] + 320) + (1 << 20), 0xFF, np.uint8)
+    start = memory.ctypes.data + -memory.ctypes.data % 64
+    data, scratch = ctypes.c_void_p(start + (1 << 19)), ctypes.c_void_p(start)
+    described, out = CInput(), before[: len(x)].copy()
+    input_, set_ = ctypes.byref(described), bindings.SETS[instructions]
+    library.pllm_input_describe(input_, set_, weight.dtype, data, tokens, columns, 1)
+    for thread in range(threads):
+        library.pllm_input_fill_part(input_, ctypes.c_void_p(x.ctypes.data), columns, thread, threads)
+    for thread in range(threads):
+        library.pllm_linear_part(
+            input_, ctypes.byref(weight), None, ctypes.c_void_p(out.ctypes.data), ctypes.c_int64(weight.rows), 1,
+            scratch, thread, threads,
+        )  # fmt: skip
+    return out
+
+
+def assert_read_alike(instructions: str, weight: Matrix, values: NDArray[np.float32]) -> None:
+    """Tokens that are read give the same bits beside any number of others, with any number of threads: products with
+    ``values`` [rows, columns], which ``weight`` stands for."""
+    generator = np.random.default_rng(8)
+    x = generator.standard_normal((33, weight.columns)).astype(np.float32)
+    x[generator.random(x.shape) < 0.005] *= 30
+    before = generator.standard_normal((len(x), weight.rows)).astype(np.float32)
+    together = read(instructions, weight, x, before, threads=1)
+    assert error(together - before, x @ values.astype(np.float64).T) < OUTLIERS
+    for tokens in (*range(1, 20), 33):
+        for threads in (1, 3):
+            assert (read(instructions, weight, x[:tokens], before, threads) == together[:tokens]).all()
 
 
 def error(found: NDArray[np.float32], wanted: Wide) -> float:

@@ -18,7 +18,7 @@ from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.kernels.layers import Gate, LayerExperts, matrix, unsupported_reason
 from engine.moe.kernels.pool import Pool
 from engine.runtimes.torch.offload.torch_tensors import unpacked
-from tests.engine.moe.kernels.kernel_oracle import GAUSSIAN, error, opened
+from tests.engine.moe.kernels.kernel_oracle import GAUSSIAN, assert_read_alike, error, opened
 from tests.support.pairwise import pairwise
 from tests.support.tiny_grouped import HALVES_OF_FP4, pack
 
@@ -214,6 +214,12 @@ def test_experts_with_alternating_rows_and_formats_of_their_own(
         results.append((g / (1 + np.exp(-g)) * u) @ down_wide.astype(np.float64).T + down_bias_wide)
     wanted = sum(shares[:, i, None] * np.stack(results)[routes[:, i], range(tokens)] for i in range(k))
     assert error(summed, np.asarray(wanted)) < 2 * GAUSSIAN  # inputs are rounded twice
+
+
+@pytest.mark.parametrize(("instructions", "kind", "rows"), pairwise(AVAILABLE, KINDS, (5, 75)))
+def test_tokens_that_are_read_give_the_same_beside_any_others(instructions: str, kind: Kind, rows: int) -> None:
+    stored, wide = weights(kind, rows, COLUMNS + 1024)
+    assert_read_alike(instructions, matrix(stored), wide)
 
 
 def test_scales_lie_like_their_rows() -> None:

@@ -15,23 +15,8 @@ from engine.models.formats.number_formats import BLOCKS
 from engine.moe.kernels import bindings
 from engine.moe.kernels.bindings import FORMATS, SETS, CActivation, Expert, Layer, Matrix
 from engine.moe.kernels.pool import Pool
-from tests.engine.moe.kernels.kernel_oracle import GAUSSIAN, error, product
+from tests.engine.moe.kernels.kernel_oracle import GAUSSIAN, CInput, assert_read_alike, error, product
 from tests.support.pairwise import pairwise
-
-
-class CInput(ctypes.Structure):
-    """``pllm_input``."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("set", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("few", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    )
 
 
 def multiplies_panels_of_bytes(instructions: str) -> bool:
@@ -97,38 +82,13 @@ def test_many_rows_are_multiplied_as_the_same_whole_numbers(pool: Pool, instruct
         np.testing.assert_allclose(found, alone[:rows], rtol=0, atol=2e-6 * float(np.abs(alone).max()))
 
 
-def read(instructions: str, weight: Matrix, x: NDArray[np.float32], before: NDArray[np.float32]) -> NDArray[np.float32]:
-    """``before`` [tokens, rows] and what is added to it of ``x`` [tokens, columns], as rows of tokens that are read.
-    Their input lies where something else did before."""
-    library, tokens, columns = bindings.load(), ctypes.c_int64(len(x)), ctypes.c_int64(x.shape[1])
-    memory = np.full(8 * (len(x) + 12) * (x.shape[1] + 320) + (1 << 20), 0xFF, np.uint8)
-    start = memory.ctypes.data + -memory.ctypes.data % 64
-    data, scratch = ctypes.c_void_p(start + (1 << 19)), ctypes.c_void_p(start)
-    described, out = CInput(), before[: len(x)].copy()
-    library.pllm_input_describe(ctypes.byref(described), SETS[instructions], weight.dtype, data, tokens, columns, 1)
-    library.pllm_input_fill_part(ctypes.byref(described), ctypes.c_void_p(x.ctypes.data), columns, 0, 1)
-    rows = ctypes.c_int64(weight.rows)
-    library.pllm_linear_rows(
-        ctypes.byref(described), ctypes.byref(weight), None, ctypes.c_void_p(out.ctypes.data), rows, 1,
-        ctypes.c_int64(0), rows, scratch,
-    )  # fmt: skip
-    return out
-
-
 @pytest.mark.parametrize("rows", [5, 16, 75])
 @pytest.mark.parametrize(("instructions", "name"), pairwise(BYTE_PANELS, tuple(BLOCKS)))
 def test_tokens_that_are_read_give_the_same_beside_any_others(instructions: str, name: str, rows: int) -> None:
     """Few of them do not pass panels. Vectors and panels of rows that are whole and that are not."""
     columns = 1024 + columns_of(name)
     words = random_blocks(name, rows, columns)
-    weight = matrix(name, words)
-    generator = np.random.default_rng(8)
-    x = generator.standard_normal((19, columns)).astype(np.float32)
-    x[generator.random(x.shape) < 0.005] *= 30
-    before = generator.standard_normal((len(x), rows)).astype(np.float32)
-    together = read(instructions, weight, x, before)
-    for tokens in range(1, len(x)):
-        assert (read(instructions, weight, x[:tokens], before) == together[:tokens]).all()
+    assert_read_alike(instructions, matrix(name, words), unpacked(name, words))
 
 
 @pytest.mark.parametrize(("instructions", "name"), pairwise(AVAILABLE, tuple(BLOCKS)))
