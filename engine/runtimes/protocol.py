@@ -73,6 +73,19 @@ class TokenRows(ABC):
         the bit (``rows`` must be 1). Returns the logits after the last token, [vocabulary], or None."""
         raise ValueError("these rows are stepped through token by token")
 
+    @property
+    def verified_together(self) -> int:
+        """Maximum number of tokens that :meth:`verify` runs in one pass; 0 if it runs none."""
+        return 0
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        """Run ``tokens``, at most :attr:`verified_together`, in one pass that leaves what as many :meth:`step` would,
+        to the bit (``rows`` must be 1). Returns the logits after each of them, [tokens, vocabulary].
+
+        Those that are not wanted are cut off with :meth:`truncate`.
+        """
+        raise ValueError("these rows are stepped through token by token")
+
     @abstractmethod
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens of the (only) row, at least :attr:`shortest_cut`."""

@@ -375,6 +375,7 @@ class Pass(ctypes.Structure):
         ("first_layer", ctypes.c_int64),
         ("last_layer", ctypes.c_int64),
         ("reads", ctypes.c_int64),
+        ("every", ctypes.c_int64),
         ("given_id", ctypes.c_int64),
         ("given_layers", ctypes.c_int64),
     )

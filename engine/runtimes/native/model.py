@@ -103,6 +103,8 @@ class _WholePass:
     workspace: _Workspace
     seconds: NDArray[np.float64]
     reads: bool
+    every: bool = False
+    """Whether logits are wanted after every token of the only row."""
 
 
 class NativeModel(LocalModel):
@@ -179,10 +181,12 @@ class NativeModel(LocalModel):
         parts: Sequence[PassPart],
         want_logits: bool,
         as_steps: bool = False,
+        every: bool = False,
     ) -> Logits | None:
         """Run one pass over ``parts``, several only of one token a row.
 
-        See :meth:`engine.runtimes.common.model.LocalRows._pass`. Logits are those of all rows, [rows, vocabulary].
+        See :meth:`engine.runtimes.common.model.LocalRows._pass`. Logits are those of all rows, [rows, vocabulary], or
+        with ``every`` those after every token of the only row, [tokens, vocabulary].
         """
         try:
             with self.one_pass(phase, [row for part in parts for row in part.tokens]) as measured:
@@ -190,7 +194,8 @@ class NativeModel(LocalModel):
                 before = self._counts() if measured else {}
                 seconds = np.zeros((self._shape.layers, len(PARTS)))
                 with self._workspace(phase) as workspace:
-                    call = _WholePass(self._weights, phase, workspace, seconds, phase == "prefill" and not as_steps)
+                    reads = phase == "prefill" and not as_steps
+                    call = _WholePass(self._weights, phase, workspace, seconds, reads, every)
                     logits = self._pieces(call, parts, want_logits)
                 if measured:
                     self._record(before, seconds)
@@ -204,6 +209,11 @@ class NativeModel(LocalModel):
         if logits is not None and self._ring is not None and not self._ring.logits:
             return logits[:, :0]
         return logits
+
+    @property
+    def verifies(self) -> bool:
+        """Whether logits can be had after every token of a pass; a node of a ring gives those after the last."""
+        return self._ring is None
 
     @property
     def rows_together(self) -> int:
@@ -242,7 +252,7 @@ class NativeModel(LocalModel):
                 for part in parts
             ]
         )
-        rows = sum(len(part.tokens) for part in parts)
+        rows = count if call.every else sum(len(part.tokens) for part in parts)
         logits: Logits | None = np.empty((rows, self._shape.vocabulary), np.float32) if want_logits else None
         for first, end in pieces(start, count, inputs.ends):
             groups = (CGroup * len(parts))()
@@ -292,6 +302,7 @@ class NativeModel(LocalModel):
             tokens=count,
             last_layer=self._shape.layers,
             reads=call.reads,
+            every=call.every,
             given_id=inputs.given_id,
             given_layers=inputs.given_layers,
         )
@@ -403,6 +414,19 @@ class NativeTokenRows(LocalRows):
         pictures: PicturePass | None = None,
     ) -> Logits | None:
         return self._model.run(phase, [PassPart(tokens, self._cache, pictures)], want_logits, as_steps)
+
+    @property
+    def verified_together(self) -> int:
+        return STEPS_TOGETHER if self.can_truncate and self._model.verifies else 0
+
+    def verify(self, tokens: Sequence[int]) -> Logits:
+        self._expect_one_row("tokens are verified")
+        if not 1 <= len(tokens) <= self.verified_together:
+            raise ValueError(f"{len(tokens)} tokens to verify; at most {self.verified_together} run in one pass")
+        part = PassPart([list(tokens)], self._cache, self._seen(tokens) if self._pictures else None)
+        logits = self._model.run("decode", [part], want_logits=True, every=True)
+        assert logits is not None
+        return logits
 
     def part_of_step(self, tokens: Sequence[int]) -> PassPart:
         """The part of these rows in a step of several: one token a row."""

@@ -638,6 +638,7 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (rows != pass->rows) return PLLM_E_ARGUMENT;
     if (pass->reads ? pass->rows > 1 : pass->tokens > PLLM_STEPS) return PLLM_E_ARGUMENT;
     if (pass->seen && !pass->reads) return PLLM_E_ARGUMENT;
+    if (pass->every && (pass->reads || pass->rows > 1)) return PLLM_E_ARGUMENT;
     for (int64_t i = 0; i < pass->rows * pass->tokens; i++)
         if (pass->ids[i] < 0 && !pass->given) return PLLM_E_ARGUMENT;
     if (pass->given_layers < 0 || (pass->given_layers && trunk->streams > 1)) return PLLM_E_ARGUMENT;

@@ -332,7 +332,8 @@ typedef struct pllm_pass {
     const float *block_cosine, *block_sine; /* with pllm_blocks: [.., rotated / 2], of positions from 0 on */
     const float *query_scale;    /* [the same]: further factors of queries in layers that are `grown`; NULL: none */
     const pllm_group *groups;    /* in the order of rows; several only of one token a row */
-    float *logits;               /* [rows, vocabulary], after each row's last token; NULL: not wanted */
+    float *logits;               /* [rows, vocabulary], after each row's last token; with `every` [tokens, vocabulary];
+                                    NULL: not wanted */
     const float *const *states_before; /* [rows]: each row's states; NULL in it: zeros */
     float *const *states_after;  /* [rows]: where they are put. A row's own place before, or one that no row has before */
     double *seconds;             /* [layer_count, PLLM_PARTS], added */
@@ -343,6 +344,7 @@ typedef struct pllm_pass {
     int64_t reads;               /* tokens of the only row are read: what comes out equals, to the bit, what passes over parts of
                                     them give; 0: they are written, and it equals one pass for each token, of at most
                                     PLLM_STEPS of one row */
+    int64_t every;               /* 1: logits after every token of the only row, which are written and not read */
     int64_t given_id;            /* the token whose own embeddings (own_embedding) `given` rows have */
     int64_t given_layers;        /* 0 with several residual streams */
 } pllm_pass;

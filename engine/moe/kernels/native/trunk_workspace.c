@@ -81,8 +81,9 @@ static int64_t most_gates(const pllm_trunk *trunk) {
 }
 
 /* The last layer that adds keys or changes a state. Behind it only rows whose logits are wanted go on. */
-static int64_t last_kept(const pllm_trunk *trunk) {
+static int64_t last_kept(const pllm_trunk *trunk, const pllm_pass *pass) {
     int64_t last = trunk->layer_count - 1;
+    if (pass->every) return trunk->layer_count;
     for (; last > 0; last--) {
         const pllm_trunk_layer *layer = trunk->layers + last;
         if (layer->key.data || layer->delta || layer->latent || layer->convolution) break;
@@ -208,7 +209,7 @@ static void describe_heads(trunk_job *job, int64_t kind) {
 }
 
 size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *pass, int threads) {
-    *job = (trunk_job){.trunk = trunk, .pass = pass, .set = trunk_set_of(trunk->set), .last_kept = last_kept(trunk)};
+    *job = (trunk_job){.trunk = trunk, .pass = pass, .set = trunk_set_of(trunk->set), .last_kept = last_kept(trunk, pass)};
     const int64_t positions = job->positions = pass->rows * pass->tokens, k = MAX(trunk->top_k, 1);
     const int64_t of_head = trunk->delta_value_width + pllm_delta_decays(trunk) + 1;
     const int64_t delta = pllm_delta_channels(trunk) + trunk->delta_value_heads * of_head + trunk->delta_ranks;

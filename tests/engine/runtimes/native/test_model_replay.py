@@ -103,9 +103,31 @@ def assert_alone(model: LoadedModel, lengths: Sequence[int] = LENGTHS) -> None:
     assert [content(rows) for rows in together] == [content(rows) for rows in alone]
 
 
+def assert_verified(model: LoadedModel, prompt: int = 30) -> None:
+    """Logits after every token of a pass are those of single steps, and tokens that are cut off leave nothing."""
+    drafted, single = model.start(), model.start()
+    if not drafted.verified_together:
+        assert not drafted.can_truncate
+        return
+    tokens = prompt_of(prompt + sum(COUNTS), seed=prompt)
+    for rows in (drafted, single):
+        rows.extend(tokens[:prompt], want_logits=False)
+    for count in COUNTS:
+        right = tokens[drafted.length : drafted.length + count]
+        wrong = [token + 1 for token in right[: drafted.verified_together - count]]
+        logits = drafted.verify([*right, *wrong])
+        drafted.truncate(drafted.length - len(wrong))
+        expected = [single.step([token])[0].tobytes() for token in right]
+        assert logits.shape == (count + len(wrong), model.facts.vocabulary)
+        assert [after.tobytes() for after in logits[:count]] == expected
+    assert content(drafted) == content(single)
+
+
 def check_bits(model: LoadedModel) -> None:
-    """Those of replayed tokens, of rows that are stepped together, and of prompts that are read in chunks."""
+    """Those of replayed and of verified tokens, of rows that are stepped together, and of prompts that are read in
+    chunks."""
     assert_equal(model)
+    assert_verified(model)
     assert_alone(model)
     check_chunks(model)
 
@@ -164,8 +186,9 @@ def test_where_attention_is_cut_into_parts(
 
 def test_more_than_equal_as_many_steps_is_refused(tiny_model: TinyModel) -> None:
     rows = load_native(tiny_model("mixtral")).start()
-    with pytest.raises(ValueError, match=f"at most {STEPS_TOGETHER}"):
-        rows.replay([3] * (STEPS_TOGETHER + 1))
+    for run in (rows.replay, rows.verify):
+        with pytest.raises(ValueError, match=f"at most {STEPS_TOGETHER}"):
+            run([3] * (STEPS_TOGETHER + 1))
 
 
 RING_FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v3", "qwen3_5_moe_text", "gpt_oss")
