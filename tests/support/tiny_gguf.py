@@ -78,6 +78,7 @@ ARCHITECTURES = {
     "nemotron_h_latents": "nemotron_h_moe",
     "kimi_linear": "kimi-linear",
     "bailing_hybrid": "bailingmoe3",
+    "glm5_next_text": "glm5-next",
     "gemma2": "gemma2",
     "afmoe": "afmoe",
     "mimo_v2_flash": "mimo2",
@@ -150,8 +151,9 @@ def unrotated(weight: Floats, heads: int) -> Floats:
 def stored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
     """As llama.cpp stores a tensor of an architecture with convolutions."""
     if architecture in KIMI_DELTAS:
-        sign = np.float32(-1 if architecture == "kimi-linear" else 1)
-        return sign * np.exp(values).reshape(-1, 1) if name.endswith("A_log") else values
+        sign = np.float32(1 if architecture == "bailingmoe3" else -1)
+        shape = (-1,) if architecture == "glm5-next" else (-1, 1)
+        return sign * np.exp(values).reshape(shape) if name.endswith("A_log") else values
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         values = values[:, 0]
     if architecture in MAMBAS:
@@ -168,7 +170,8 @@ def restored(name: str, values: Floats, config: dict[str, Any], architecture: st
     if architecture in KIMI_DELTAS:
         if not name.endswith("A_log"):
             return values
-        return np.log(-values).reshape(1, 1, -1, 1) if architecture == "kimi-linear" else np.log(values).reshape(-1)
+        logarithms = np.log(values if architecture == "bailingmoe3" else -values)
+        return logarithms.reshape((1, 1, -1, 1) if architecture == "kimi-linear" else (-1,))
     if architecture in MAMBAS and name.endswith(("A_log", ".D", "mamba.norm.weight", "mixer.norm.weight")):
         return np.log(-values).reshape(-1) if name.endswith("A_log") else values.reshape(-1)
     if architecture in DELTA_NETS:
@@ -356,7 +359,10 @@ def _of(dimensions: int, words: NDArray[Any]) -> NDArray[Any]:
     return words.reshape((1,) * (dimensions - words.ndim + first) + words.shape[first:])
 
 
-_PLAIN = ("ffn_gate_inp", "exp_probs_b", "conv1d", "shortconv.conv", "ssm_norm", "_coef")
+_PLAIN = (
+    *("ffn_gate_inp", "exp_probs_b", "conv1d", "shortconv.conv", "ssm_norm", "_coef"),
+    *("compressor_ape", "hc_attn_fn", "hc_ffn_fn"),
+)
 _PLAIN_VECTORS = (".ssm_a", ".ssm_d")
 """Parts of the names of tensors that the converter never packs though they have several dimensions."""
 
@@ -656,7 +662,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["head_dim"]
         sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
         sizes |= {"q_lora_rank": None if family == "deepseek_v2" else 256}
-    if family in ("kimi_linear", "bailing_hybrid"):
+    if family in ("kimi_linear", "bailing_hybrid", "glm5_next_text"):
         del sizes["num_hidden_layers"], sizes["head_dim"]
         sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
         sizes["moe_intermediate_size"] = 256
@@ -664,6 +670,9 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes |= {"linear_num_heads": 8, "linear_head_dim": 256}
     if family == "bailing_hybrid":
         sizes["head_dim"] = 256
+    if family == "glm5_next_text":
+        sizes |= {"linear_num_heads": 8, "linear_head_dim": 256, "q_lora_rank": 256, "index_head_dim": 128}
+        sizes |= {"index_topk": 64}
     if family in _INDEXED:
         # Indexers choose all positions of short texts: whose rounding of packed weights chose better would be chance.
         sizes |= {"index_head_dim": 128, "index_topk": 64}

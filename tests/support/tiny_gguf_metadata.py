@@ -17,7 +17,7 @@ Layout = Literal["stacked", "fused", "separate"]
 
 DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next", "qwen4exp")
 """Architectures whose layers are mostly gated delta-nets."""
-KIMI_DELTAS = ("kimi-linear", "bailingmoe3")
+KIMI_DELTAS = ("kimi-linear", "bailingmoe3", "glm5-next")
 """Architectures with delta-nets whose keys decay each by itself, and attention over latents."""
 NEMOTRONS = ("nemotron_h_moe", "nemotron_h")
 """Architectures whose layers have one part each; the second has no experts."""
@@ -75,9 +75,11 @@ def write_metadata(
     elif architecture == "gemma3n":
         _write_altup(writer, config)
     elif architecture in KIMI_DELTAS:
-        writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+        writer.add_head_count_kv([heads if kind != "linear_attention" else 0 for kind in config["layer_types"]])
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_kda_head_dim(config["linear_head_dim"])
+        if architecture == "glm5-next":
+            _write_pools(writer, config)
         if architecture == "bailingmoe3":
             writer.add_bool("bailingmoe3.kda.safe_gate", config["kda_safe_gate"])
             writer.add_float32("bailingmoe3.kda.gate_lower_bound", config["kda_lower_bound"])
@@ -244,6 +246,21 @@ def _write_streams(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_key_value("qwen4exp.ple.head_vocab_sizes", list(own.sizes), ARRAY, UINT64)
     for key, value in numbers.items():
         writer.add_uint32(f"qwen4exp.{key}", value)
+
+
+def _write_pools(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """glm5-next's pools of tokens, residual streams, and limits."""
+    writer.add_float32("glm5-next.kda.gate_lower_bound", config["linear_lower_bound"])
+    writer.add_swiglu_clamp_exp([config["swiglu_limit"]] * config["num_hidden_layers"])
+    writer.add_float32("glm5-next.hyper_connection.epsilon", config["hc_eps"])
+    writer.add_bool("glm5-next.attention.indexer.kpool_select_tail", config["index_kpool_always_select_tail"])
+    numbers = {
+        "hyper_connection.count": config["hc_mult"],
+        "hyper_connection.sinkhorn_iterations": config["hc_sinkhorn_iters"],
+        "attention.indexer.kpool": config["index_kpool"],
+    }
+    for key, value in numbers.items():
+        writer.add_uint32(f"glm5-next.{key}", value)
 
 
 def _write_latents(writer: GGUFWriter, config: dict[str, Any], layout: Layout) -> None:

@@ -154,6 +154,15 @@ def gguf_name(name: str, architecture: str = "") -> str:
         if usual.endswith(".self_attn.g_proj.weight"):
             return f"blk.{usual.split('.')[2]}.attn_gate.weight"
         return gguf_name(usual, "kimi-linear")
+    if architecture == "glm5-next":  # nor this one
+        _, _, layer, rest = [*name.split(".", 3), "", ""][:4]
+        if rest.startswith("hc_"):
+            return f"blk.{layer}.{rest}.weight"
+        if ".index_kpool_compress_" in rest:
+            return f"blk.{layer}.indexer_compressor_{rest.rpartition('_')[2]}.weight"
+        if ".indexer." in rest:
+            return gguf_name(name, "glm-dsa")
+        return gguf_name(name, "kimi-linear")
     if architecture in BY_GGUF:
         for ours, theirs in _UNKNOWN_TO_GGUF.items():
             if name.endswith(ours):

@@ -661,7 +661,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "linear_head_dim": 20,
         "linear_num_heads": 6,
         "swiglu_limit": 1.5,
-        "hc_mult": 3,
+        "hc_mult": 4,
         "hc_sinkhorn_iters": 4,
     },
     "deepseek_v4": {

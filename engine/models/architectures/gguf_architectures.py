@@ -50,7 +50,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     (family, record), metadata = architecture_of(gguf), Metadata(gguf)
     layers = metadata.number("block_count")
     head_size = metadata.head_width()
-    rotated = metadata.number("rope.dimension_count", head_size)
+    rotated = metadata.rotated(head_size)
     partly = rotated != head_size or metadata.number("attention.value_length", head_size) != head_size
     if partly and not record.own_heads:
         raise ModelError(

@@ -28,8 +28,9 @@ def settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def tensors(sizes_of: Callable[[Config], DeltaSizes]) -> MixerTensors:
-    """The tensors of a layer's delta-net, norms of the layer left out."""
+def tensors(sizes_of: Callable[[Config], DeltaSizes], wide_logarithms: bool = False) -> MixerTensors:
+    """The tensors of a layer's delta-net, norms of the layer left out. ``wide_logarithms``: transformers has those of
+    decays in a tensor of four dimensions."""
 
     def named(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
         sizes, hidden, prefix = sizes_of(config), config["hidden_size"], there + "self_attn."
@@ -49,8 +50,10 @@ def tensors(sizes_of: Callable[[Config], DeltaSizes]) -> MixerTensors:
             ("attn_output.weight", "o_proj.weight", (hidden, values)),
         ):
             yield NamedTensor.whole(here + stored, prefix + name, shape)
-        logarithms = (1, 1, heads, 1) if sizes.rank else (heads,)
-        yield NamedTensor(here + "ssm_a", prefix + "A_log", logarithms, (heads, 1))
+        logarithms = (1, 1, heads, 1) if wide_logarithms else (heads,)
+        found = gguf.tensors.get(here + "ssm_a")
+        flat = found is not None and len(found.shape) == 1
+        yield NamedTensor(here + "ssm_a", prefix + "A_log", logarithms, (heads,) if flat else (heads, 1))
 
     return named
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.architectures.gguf_parts import grouped_experts
 from engine.models.formats.gguf_file import GgufFile
@@ -18,6 +18,8 @@ _SOFTMAX, _SIGMOID = 1, 2
 _GLM_VOCABULARY = 154880
 """Tokens of GLM-4.7-Flash; its files do not say that its router is one of sigmoids."""
 _GLM_SPLITS = ("glm4", "chatglm-bpe")
+FULL, SHARED = "full", "shared"
+"""Kinds of layers with indexers (``indexer_types``): with one of their own, or with that of a layer before them."""
 
 
 def scores_by_sigmoid(metadata: Metadata) -> bool:
@@ -40,7 +42,7 @@ def splits_as_glm(metadata: Metadata) -> bool:
 def settings(metadata: Metadata) -> dict[str, Any]:
     """The part of ``config.json`` that these families have in common. Raises ModelError for a number that is missing
     or impossible."""
-    heads, rotated = metadata.number("attention.head_count"), metadata.number("rope.dimension_count")
+    heads, rotated = metadata.number("attention.head_count"), metadata.rotated()
     split = metadata.has("attention.key_length_mla")
     keys = metadata.number("attention.key_length_mla" if split else "attention.key_length")
     values = metadata.number("attention.value_length_mla" if split else "attention.value_length")
@@ -70,6 +72,20 @@ def indexed_settings(metadata: Metadata) -> dict[str, Any]:
         "index_head_dim": metadata.number("attention.indexer.key_length"),
         "index_topk": metadata.number("attention.indexer.top_k"),
     }
+
+
+def indexer_types(metadata: Metadata, layers: int) -> list[str] | None:
+    """The kinds of the first ``layers`` layers; None if the file does not say them. Raises ModelError if it says
+    something impossible."""
+    kinds = metadata.get("attention.indexer.types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (0, 1) for kind in kinds):
+        raise ModelError(
+            f"{metadata.file.path} is damaged: its attention.indexer.types is {shown(kinds)}, not 0 or 1 for each of "
+            f"{layers} layers; download it again."
+        )
+    return [FULL if kind else SHARED for kind in kinds[:layers]]
 
 
 def yarn(metadata: Metadata) -> dict[str, Any]:

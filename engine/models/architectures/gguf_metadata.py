@@ -102,6 +102,10 @@ class Metadata:
         hidden = self.number("embedding_length")
         return hidden // self.number("attention.head_count", largest=hidden)
 
+    def rotated(self, default: int | None = None) -> int:
+        """Numbers of a head that are rotated; 0 where the file says so. Raises ModelError as :meth:`number` does."""
+        return 0 if self.get("rope.dimension_count") == 0 else self.number("rope.dimension_count", default)
+
     def real(self, key: str, default: float) -> float:
         """Raises ModelError if it is not a positive number, nor 0 where that is the default."""
         value = self.get(key, default)

@@ -4,14 +4,20 @@ their own."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from engine.errors import damaged, shown
+from engine.errors import ModelError, damaged, shown
+from engine.models.architectures import gguf_kda, gguf_latent, gguf_parts
 from engine.models.architectures.config_values import setting, whole_number
+from engine.models.architectures.gguf_latent import FULL, SHARED
+from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.architectures.layer_rules import UNROTATED, check_kinds, sparse_layers
-from engine.models.architectures.record import BlockChoice, Config, DecoderRecord, DeltaSizes, Family
+from engine.models.architectures.record import BlockChoice, Config, DecoderRecord, DeltaSizes, Family, GgufRecord
 from engine.models.architectures.records.deepseek import MOE
+from engine.models.formats.gguf_file import GgufFile
 
 _SIZES = {
     "head_dim": "linear_head_dim",
@@ -20,7 +26,6 @@ _SIZES = {
     "gate_lower_bound": "linear_lower_bound",
 }
 """Settings in the section ``linear_attn_config`` of files, and transformers' names of them."""
-_FULL, _SHARED = "full", "shared"
 
 
 def _renamed(config: Config) -> dict[str, Any]:
@@ -56,12 +61,66 @@ def _with_indexers(config: Config, layers: int) -> list[int]:
     named = config.get("indexer_types")
     if named is None:
         return attending
-    kinds = check_kinds(named, layers, (_FULL, _SHARED), "indexer_types")
-    found = [layer for layer in attending if kinds[layer] == _FULL]
-    lost = next((layer for layer in attending if kinds[layer] == _SHARED and layer - 1 not in found), None)
+    kinds = check_kinds(named, layers, (FULL, SHARED), "indexer_types")
+    found = [layer for layer in attending if kinds[layer] == FULL]
+    lost = next((layer for layer in attending if kinds[layer] == SHARED and layer - 1 not in found), None)
     if lost is not None:
         raise damaged(f"config.json lets layer {lost + 1} share the indexer of the one before it, which has none")
     return found
+
+
+def _settings(metadata: Metadata) -> dict[str, Any]:
+    """Raises ModelError for layers whose limits of networks differ, which no model of this family has."""
+    found = gguf_kda.settings(metadata) | gguf_latent.indexed_settings(metadata)
+    layers, least = found["num_hidden_layers"], metadata.get("kda.gate_lower_bound")
+    networks = gguf_parts.limits(metadata, "swiglu_clamp_exp", layers) or []
+    shared = gguf_parts.limits(metadata, "swiglu_clamp_shexp", layers) or networks
+    limits = {*networks, *shared}
+    if len(limits) != 1 or not all(isinstance(limit, float) and 0 < limit < math.inf for limit in limits):
+        raise ModelError(
+            f"{metadata.file.path} limits networks by {shown(sorted(limits, key=str))}, and one limit of all layers "
+            "runs; use another file of this model."
+        )
+    dense = found.pop("first_k_dense_replace")
+    return found | {
+        "rope_parameters": {},
+        "indexer_types": gguf_latent.indexer_types(metadata, layers) or [FULL] * layers,
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)],
+        "num_local_experts": found["n_routed_experts"],
+        "linear_head_dim": metadata.number("kda.head_dim"),
+        "linear_num_heads": metadata.number("attention.head_count"),
+        "linear_lower_bound": least,
+        "swiglu_limit": limits.pop(),
+        "index_kpool": metadata.number("attention.indexer.kpool"),
+        "index_kpool_always_select_tail": bool(metadata.get("attention.indexer.kpool_select_tail", False)),
+        "hc_mult": metadata.number("hyper_connection.count"),
+        "hc_sinkhorn_iters": metadata.number("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": metadata.short_real("hyper_connection.epsilon", 1e-6),
+    }
+
+
+def _mixer(gguf: GgufFile, config: Config, here: str, there: str) -> Iterator[NamedTensor]:
+    """The tensors of a layer's delta-net, or of its attention and its indexer."""
+    layer = int(here.split(".")[1])
+    if config["layer_types"][layer] == "linear_attention":
+        yield from gguf_kda.tensors(_delta)(gguf, config, here, there)
+        return
+    yield from gguf_latent.indexed_shapes(_with_indexers)(gguf, config, here, there)
+    if layer in _with_indexers(config, config["num_hidden_layers"]):
+        width, prefix = config["index_head_dim"], there + "self_attn.indexer.index_kpool_compress_"
+        for short, rows in (("ape", (config["index_kpool"], width)), ("gate", (width, config["hidden_size"]))):
+            yield NamedTensor.whole(f"{here}indexer_compressor_{short}.weight", prefix + short, rows)
+
+
+def _streams(gguf: GgufFile, config: Config) -> Iterator[NamedTensor]:
+    """The tensors that mix residual streams."""
+    count, hidden = config["hc_mult"], config["hidden_size"]
+    mixes = (2 + count) * count
+    for layer in range(config["num_hidden_layers"]):
+        for part in ("attn", "ffn"):
+            for name, shape in (("fn", (mixes, count * hidden)), ("base", (mixes,)), ("scale", (3,))):
+                stored = f"blk.{layer}.hc_{part}_{name}.weight"
+                yield NamedTensor.whole(stored, f"model.layers.{layer}.hc_{part}_{name}", shape)
 
 
 def _blocks(config: Config) -> BlockChoice:
@@ -121,5 +180,14 @@ FAMILIES = (
         moe=replace(MOE, layers=sparse_layers(lambda config: 3)),
         extra_layers=True,
         native=False,
+        gguf=GgufRecord(
+            "glm5-next",
+            "Glm5NextForConditionalGeneration",
+            settings=_settings,
+            own_heads=True,
+            mixer=_mixer,
+            further=_streams,
+            changes=gguf_kda.changes,
+        ),
     ),
 )

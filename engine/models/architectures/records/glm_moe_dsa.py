@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from engine.errors import ModelError, damaged, shown
+from engine.errors import damaged, shown
 from engine.models.architectures import gguf_latent
 from engine.models.architectures.config_values import whole_number
+from engine.models.architectures.gguf_latent import FULL, SHARED
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.layer_rules import check_kinds
 from engine.models.architectures.record import Config, DecoderRecord, Family, GgufRecord
 from engine.models.architectures.records.deepseek import SPARSE_MOE
 
-_FULL, _SHARED = "full", "shared"
-_LETTERS = {"F": _FULL, "S": _SHARED}
+_LETTERS = {"F": FULL, "S": SHARED}
 _LONG_CONTEXT = 1_048_576
 """Context from which on files that name no indexers share them, as GLM-5.2 does."""
 
@@ -30,22 +30,17 @@ def _with_indexers(config: Config, layers: int) -> list[int]:
             for key, default in (("index_topk_freq", 1), ("index_skip_topk_offset", 2))
         )
         return [layer for layer in range(layers) if max(layer - first + 1, 0) % max(every, 1) == 0]
-    found = [i for i, kind in enumerate(check_kinds(named, layers, (_FULL, _SHARED), "indexer_types")) if kind == _FULL]
+    found = [i for i, kind in enumerate(check_kinds(named, layers, (FULL, SHARED), "indexer_types")) if kind == FULL]
     if 0 not in found:
-        raise damaged(f"config.json gives {shown(named)} for indexer_types, of which the first must be {_FULL!r}")
+        raise damaged(f"config.json gives {shown(named)} for indexer_types, of which the first must be {FULL!r}")
     return found
 
 
 def _settings(metadata: Metadata) -> dict[str, Any]:
     settings = gguf_latent.indexed_settings(metadata)
-    kinds, layers = metadata.get("attention.indexer.types"), settings["num_hidden_layers"]
+    kinds = gguf_latent.indexer_types(metadata, settings["num_hidden_layers"])
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in (0, 1) for kind in kinds):
-            raise ModelError(
-                f"{metadata.file.path} is damaged: its attention.indexer.types is {shown(kinds)}, not 0 or 1 for each "
-                f"of {layers} layers; download it again."
-            )
-        return settings | {"indexer_types": [_FULL if kind else _SHARED for kind in kinds[:layers]]}
+        return settings | {"indexer_types": kinds}
     if metadata.number("context_length") >= _LONG_CONTEXT:
         return settings | {"index_topk_freq": 4, "index_skip_topk_offset": 3}
     return settings

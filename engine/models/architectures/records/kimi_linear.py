@@ -136,7 +136,7 @@ FAMILIES = (
             "KimiLinearForCausalLM",
             settings=_settings,
             own_heads=True,
-            mixer=gguf_kda.tensors(_sizes),
+            mixer=gguf_kda.tensors(_sizes, wide_logarithms=True),
             mixed_layers="linear_attention",
             changes=gguf_kda.changes,
         ),

@@ -112,6 +112,29 @@ def test_indexers_that_cannot_be_are_refused(
         open_gguf(path, quiet)
 
 
+def test_layers_of_glm_next_have_indexers_of_their_own_unless_the_file_says_otherwise(
+    tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    gguf = GgufFile(write_tiny_gguf(tmp_path / "m.gguf", sources("glm5_next_text"), "glm5-next"))
+    assert config_of(gguf)["indexer_types"].count("shared") == 1
+    del gguf.metadata["glm5-next.attention.indexer.types"]
+    assert config_of(gguf)["indexer_types"] == ["full"] * 4
+
+
+@pytest.mark.parametrize("limits", [[0.5, 0.5, 0.5, 1.0], 0.5, None, [-1.0] * 4, [math.nan] * 4])
+def test_several_limits_of_networks_are_refused(
+    tmp_path: Path, sources: Callable[[str], Path], limits: list[float] | float | None
+) -> None:
+    gguf = GgufFile(write_tiny_gguf(tmp_path / "m.gguf", sources("glm5_next_text"), "glm5-next"))
+    assert config_of(gguf)["swiglu_limit"] == 1.5
+    gguf.metadata["glm5-next.swiglu_clamp_exp"] = limits
+    if limits == 0.5:
+        assert config_of(gguf)["swiglu_limit"] == 0.5
+        return
+    with pytest.raises(ModelError, match="one limit of all layers runs"):
+        config_of(gguf)
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
