@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.models.architectures.gguf_tower import Axes, moved_axes, tower_entries
+from engine.models.architectures.gguf_tower import Axes, added_to, moved_axes, tower_entries
 from engine.models.folders.checkpoint import EXPERT_DTYPES, safetensors_headers
 from engine.models.folders.model_folder import TOWER
 from engine.models.formats.gguf_file import GgufFile
@@ -27,6 +27,8 @@ class TowerTensor:
     path: Path
     entries: tuple[TensorEntry, ...]
     axes: Axes | None = None
+    added: float = 0.0
+    """What is added to the file's numbers."""
 
     @property
     def dtype(self) -> str:
@@ -81,7 +83,12 @@ def tower_tensors(folder: Path, sight: Sight) -> dict[str, TowerTensor]:
         path = next(home.glob("*.gguf"))
         with GgufFile(path) as gguf:
             return {
-                name: TowerTensor(path, entries, moved_axes(name, entries[0].shape) if len(entries) == 1 else None)
+                name: TowerTensor(
+                    path,
+                    entries,
+                    moved_axes(name, entries[0].shape) if len(entries) == 1 else None,
+                    added_to(name),
+                )
                 for name, entries in tower_entries(gguf).items()
             }
     if not any(folder.glob("*.safetensors")):

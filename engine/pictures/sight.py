@@ -56,10 +56,14 @@ class Sight:
     before: tuple[int, ...] = ()
     """Ids of the tokens that come before a picture besides those that the chat template writes."""
     after: tuple[int, ...] = ()
+    beside: str = ""
+    """Text that stands before and behind each picture besides that of the chat template."""
     given: int = 0
     """Id of the token whose other embeddings (:attr:`DecoderRecord.own_input`) the rows of a picture have."""
     together: bool = False
-    """Whether the tokens of a picture see each other, also those after them."""
+    """Whether the tokens of a picture see each other, also those after them, in layers with a window."""
+    together_in_full: bool = False
+    """Whether they do so in all layers."""
     spread: bool = False
     """Whether a token's position is its place in the picture (mrope), not its place in the text."""
     sections: tuple[int, int, int] = (11, 11, 10)
@@ -228,6 +232,44 @@ def _gemma_scaled(sight: Sight, height: int, width: int) -> tuple[int, int]:
     return rows, columns
 
 
+def _gemma_3(family: str, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Sight:
+    """Raises ModelError if the picture is not cut into squares that become the tokens."""
+    vision = config["vision_config"]
+    tokens, patch = _number(config, "mm_tokens_per_image", 256), _number(vision, "patch_size", 14)
+    pixels, side = _number(vision, "image_size", 896), math.isqrt(tokens)
+    merge = pixels // patch // side
+    if side**2 != tokens or side * merge * patch != pixels:
+        raise damaged(
+            f"A picture of {pixels} x {pixels} pixels in patches of {patch} makes no square of {tokens} tokens"
+        )
+    size = processor.get("size")
+    for key in ("height", "width"):
+        if isinstance(size, Mapping) and _number(size, key, pixels) != pixels:
+            raise damaged(f"The image processor's {key} is {size[key]}, and the tower's {pixels}")
+    # Templates write the token before a picture, for which its tokens, and the one after them, come.
+    begin = _number(config, "boi_token_index", 255_999, least=0)
+    sight = Sight(
+        family,
+        begin,
+        patch,
+        merge,
+        most=tokens,
+        least=tokens,
+        before=(begin,),
+        after=(_number(config, "eoi_token_index", 256_000, least=0),),
+        beside="\n\n",
+        together=True,
+        together_in_full=True,
+    )
+    return _with_colours(sight, processor)
+
+
+def _gemma_3_scaled(sight: Sight, height: int, width: int) -> tuple[int, int]:
+    """The same square for any picture."""
+    side = math.isqrt(sight.most)
+    return side, side
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -279,11 +321,26 @@ _UNIFIED = Tower(
     _gemma,
     _gemma_scaled,
 )
+_GEMMA_3 = Tower(
+    "Gemma 3",
+    (
+        # Published files have the name of a module that transformers no longer has.
+        ("vision_tower.vision_model.", "vision_tower."),
+        ("model.vision_tower.vision_model.", "vision_tower."),
+        ("model.vision_tower.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+        ("vision_tower.", "vision_tower."),
+        ("multi_modal_projector.", "multi_modal_projector."),
+    ),
+    _gemma_3,
+    _gemma_3_scaled,
+)
 TOWERS: Mapping[str, Tower] = {
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "qwen3_vl": _QWEN_VL,
     "qwen3_vl_moe": _QWEN_VL,
+    "gemma3": _GEMMA_3,
     "gemma4": _GEMMA,
     "gemma4_unified": _UNIFIED,
 }

@@ -50,6 +50,15 @@ class Looking:
         """How the model sees."""
         return self._shown.sight
 
+    def written(self, text: str, messages: Sequence[Message], decode: Callable[[Sequence[int]], str]) -> str:
+        """``text``, which the chat template gave for ``messages``, with what the model has beside each picture.
+        ``decode``: text of token ids, special ones spelled out."""
+        sight = self._shown.sight
+        if not sight.beside or not any(_files(messages)):
+            return text
+        mark = decode([sight.placeholder])
+        return text.replace(mark, f"{sight.beside}{mark}{sight.beside}")
+
     def prompt(self, tokens: Sequence[int], messages: Sequence[Message], should_stop: StopCheck) -> list[int]:
         """``tokens``, which the chat template gave for ``messages``, with the tokens of the pictures.
 

@@ -500,6 +500,8 @@ class Session:
         self._refuse_if_it_exceeds("\n".join(message.content for message in messages), most)
         variables = template_variables(request.thinking, request.effort)
         text = tokenizer.render_chat(messages, request.continue_last, cancelled, variables, tools)
+        if self._looking is not None:
+            text = self._looking.written(text, messages, tokenizer.decode_exactly)
         self._refuse_if_it_exceeds(text, most)
         return text
 

@@ -23,11 +23,12 @@ def write_tiny_tower(
     the language model's width, if that is another."""
     config = json.loads((seeing / "config.json").read_text())
     vision, gemma = config["vision_config"], config["model_type"].startswith("gemma4")
+    siglip = config["model_type"] == "gemma3"
     unified = config["model_type"] == "gemma4_unified"
     if unified:  # it has no layers
         vision |= {"num_hidden_layers": 0, "hidden_size": vision["mm_embed_dim"], "intermediate_size": 0}
         vision["num_attention_heads"] = 0
-    depth = vision["num_hidden_layers" if gemma else "depth"]
+    depth = vision["depth" if "depth" in vision else "num_hidden_layers"]
     writer = GGUFWriter(path, "clip")
     writer.add_type("mmproj")
     writer.add_clip_has_vision_encoder(True)
@@ -36,13 +37,21 @@ def write_tiny_tower(
     writer.add_vision_embedding_length(vision["hidden_size"])
     writer.add_vision_feed_forward_length(vision["intermediate_size"])
     writer.add_vision_block_count(depth)
-    writer.add_vision_head_count(vision["num_attention_heads" if gemma else "num_heads"])
+    writer.add_vision_head_count(vision["num_heads" if "num_heads" in vision else "num_attention_heads"])
     writer.add_vision_attention_layernorm_eps(1e-6)
     if gemma:
         writer.add_clip_vision_projector_type("gemma4uv" if unified else VisionProjectorType.GEMMA4V)
         writer.add_vision_image_size(224)
         writer.add_vision_image_mean([0.0, 0.0, 0.0])
         writer.add_vision_image_std([1.0, 1.0, 1.0])
+    elif siglip:
+        writer.add_clip_projector_type(VisionProjectorType.GEMMA3)
+        writer.add_vision_image_size(vision["image_size"])
+        merge = vision["image_size"] // vision["patch_size"] // int(config["mm_tokens_per_image"] ** 0.5)
+        writer.add_vision_projector_scale_factor(merge)
+        writer.add_vision_image_mean([0.5, 0.5, 0.5])
+        writer.add_vision_image_std([0.5, 0.5, 0.5])
+        writer.add_vision_use_gelu(True)
     else:
         writer.add_clip_projector_type(VisionProjectorType.QWEN3VL)
         writer.add_vision_image_size(int(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"])
@@ -55,7 +64,8 @@ def write_tiny_tower(
         writer.add_vision_use_gelu(True)
         deep = vision.get("deepstack_visual_indexes", ())
         writer.add_vision_is_deepstack_layers([layer in deep for layer in range(depth)])
-    for name, values in (_unified_tensors if unified else _gemma_tensors if gemma else _tensors)(seeing, depth):
+    tensors = _siglip_tensors if siglip else _unified_tensors if unified else _gemma_tensors if gemma else _tensors
+    for name, values in tensors(seeing, depth):
         fits = values.ndim > 1 and values.shape[-1] % 32 == 0 and not (gemma and "position" in name)
         packed = kind if fits else GGMLQuantizationType.F32
         writer.add_tensor(name, quantize(values, packed), raw_dtype=packed)
@@ -90,6 +100,17 @@ def _tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:
             yield f"{here}.{end}.1", np.ascontiguousarray(second, np.float32)
         else:
             yield f"{here}.{end}", values.astype(np.float32)
+
+
+def _siglip_tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:
+    known = get_tensor_name_map(MODEL_ARCH.MMPROJ, depth)
+    for whole, values in load_file(seeing / "model.safetensors").items():
+        if whole.startswith("language_model."):
+            continue
+        name = whole.replace("vision_tower.", "vision_tower.vision_model.").replace("_weight", ".weight")
+        here = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert here is not None, name
+        yield here, values.astype(np.float32) + np.float32("soft_emb_norm" in name)
 
 
 def _unified_tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:

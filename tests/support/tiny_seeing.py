@@ -27,6 +27,15 @@ _QWEN_VISION: dict[str, Any] = {
     "num_position_embeddings": 36,
 }
 _DEEP_VISION = _QWEN_VISION | {"depth": 4, "deepstack_visual_indexes": [0, 2]}
+_SIGLIP: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
 _GEMMA_VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -52,14 +61,20 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", _QWEN_VISION, {}),
     "qwen3_vl": ("qwen3_vl", "qwen3_vl_text", _DEEP_VISION, {}),
     "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3_vl_moe_text", _DEEP_VISION, {"mlp_only_layers": []}),
+    "gemma3": ("gemma3", "gemma3_text", _SIGLIP, {"sliding_window": 12}),
     "gemma4": ("gemma4", "gemma4_text", _GEMMA_VISION, _BOTH_WAYS),
     "gemma4_dense": ("gemma4", "gemma4_dense", _GEMMA_VISION, _BOTH_WAYS),
     "gemma4_unified": ("gemma4_unified", "gemma4_unified_text", _UNIFIED_VISION, _BOTH_WAYS),
     "gemma4_e2b": ("gemma4", "gemma4_e2b", _GEMMA_VISION | {"use_clipped_linears": True}, {}),
 }
+_WHOLE: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 16},
+    **{kind: {"audio_config": None} for kind in ("gemma4", "gemma4_unified")},
+}
+"""Further settings of whole models."""
 TINY_SEEING = tuple(_KINDS)
-"""The tiny models: Qwen 3.5 and Qwen3-VL, dense and with experts; Gemma 4 with experts, dense and 12B, whose pictures'
-tokens see each other, and E2B, whose do not."""
+"""The tiny models: Qwen 3.5 and Qwen3-VL, dense and with experts; Gemma 3; Gemma 4 with experts, dense and 12B, whose
+pictures' tokens see each other, and E2B, whose do not."""
 
 
 def write_tiny_seeing(
@@ -71,7 +86,8 @@ def write_tiny_seeing(
 ) -> Path:
     """Write the tiny model ``kind``, one of :data:`TINY_SEEING`, into ``folder``. ``overrides``: settings of its
     language model. ``dtype``: torch's name of the stored type. ``marks``: ids of the tokens for a picture, and, of
-    Gemma, before and after it. The same arguments give the same weights."""
+    Gemma 4, before and after it, and of Gemma 3, after it and for its tokens. The same arguments give the same
+    weights."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -81,10 +97,13 @@ def write_tiny_seeing(
     inner = tiny_config(text, **settings, **overrides).to_dict()
     if "depth" in vision:
         vision = {**vision, "out_hidden_size": inner["hidden_size"]}
+    names = ("image_token_id", "boi_token_id", "eoi_token_id")
+    if whole == "gemma3":
+        names = ("boi_token_index", "eoi_token_index", "image_token_index")
+    tied = inner.get("tie_word_embeddings", False)
     config = AutoConfig.for_model(
-        whole, text_config=inner, vision_config=vision, image_token_id=marks[0], audio_config=None,
-        boi_token_id=marks[1], eoi_token_id=marks[2],
-        tie_word_embeddings=inner.get("tie_word_embeddings", False),
+        whole, text_config=inner, vision_config=vision, tie_word_embeddings=tied, **_WHOLE.get(whole, {}),
+        **dict(zip(names, marks, strict=True)),
     )  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -94,6 +113,8 @@ def write_tiny_seeing(
     if kind == "qwen3_vl_moe":
         _transpose_experts(folder / "model.safetensors")
     processor: dict[str, Any] = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
+    if whole == "gemma3":
+        processor = {"size": {"height": 32, "width": 32}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     if whole.startswith("gemma4"):
         processor = {"max_soft_tokens": 70}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -17,19 +17,25 @@ from engine.models.architectures.gguf_metadata import Metadata, tensor_of
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.safetensors_files import TensorEntry
 
-_QWEN, _GEMMA, _UNIFIED = "qwen3vl_merger", "gemma4v", "gemma4uv"
+_QWEN, _GEMMA_3, _GEMMA, _UNIFIED = "qwen3vl_merger", "gemma3", "gemma4v", "gemma4uv"
 """llama.cpp's names of the towers that are known."""
 _KINDS = {
+    "gemma3": (_GEMMA_3,),
     "gemma4": (_GEMMA, _UNIFIED),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), (_QWEN,)),
 }
 """The towers of whole models, by their ``model_type``."""
 _DEEP = ("qwen3_vl", "qwen3_vl_moe")
 """Models that also read features of single layers of their tower (deepstack)."""
-_PLACEHOLDERS = {_QWEN: "<|image_pad|>", _GEMMA: "<|image|>", _UNIFIED: "<|image|>"}
-"""The token that stands for a picture in a prompt."""
-_AROUND = {"boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
-"""The tokens before and after a picture of Gemma, by the settings that have their ids."""
+_AROUND = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
+_TOKENS = {
+    _QWEN: {"image_token_id": "<|image_pad|>"},
+    _GEMMA_3: {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+    _GEMMA: _AROUND,
+    _UNIFIED: _AROUND,
+}
+"""The token that stands for a picture in a prompt, and those before and after it, by the settings that have their ids.
+A model without the first sees nothing."""
 _HALVES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 """The tensor of a convolution over two pictures of a film, one after the other."""
 _QWEN_NAMES = (
@@ -72,7 +78,18 @@ _UNIFIED_NAMES = (
     (r"v\.position_embd\.weight", "pos_embedding"),
     (r"mm\.input_projection\.weight", "multimodal_embedder.embedding_projection.weight"),
 )
-_NAMES = {_QWEN: _QWEN_NAMES, _GEMMA: _GEMMA_NAMES, _UNIFIED: _UNIFIED_NAMES}
+_GEMMA_3_NAMES = (
+    (r"v\.(patch|position)_embd\.(\w+)", r"vision_tower.embeddings.\1_embedding.\2"),
+    (r"v\.blk\.(\d+)\.ln([12])\.(\w+)", _LAYER + r"layer_norm\2.\3"),
+    (r"v\.blk\.(\d+)\.attn_([qkv])\.(\w+)", _LAYER + r"self_attn.\2_proj.\3"),
+    (r"v\.blk\.(\d+)\.attn_out\.(\w+)", _LAYER + r"self_attn.out_proj.\2"),
+    (r"v\.blk\.(\d+)\.ffn_up\.(\w+)", _LAYER + r"mlp.fc1.\2"),
+    (r"v\.blk\.(\d+)\.ffn_down\.(\w+)", _LAYER + r"mlp.fc2.\2"),
+    (r"v\.post_ln\.(\w+)", r"vision_tower.post_layernorm.\1"),
+    (r"mm\.input_projection\.weight", "multi_modal_projector.mm_input_projection_weight"),
+    (r"mm\.soft_emb_norm\.weight", "multi_modal_projector.mm_soft_emb_norm.weight"),
+)
+_NAMES = {_QWEN: _QWEN_NAMES, _GEMMA_3: _GEMMA_3_NAMES, _GEMMA: _GEMMA_NAMES, _UNIFIED: _UNIFIED_NAMES}
 _OF_PATCHES = ("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")
 """Tensors with a number for each colour of each pixel of a patch."""
 
@@ -108,18 +125,22 @@ def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -
     whole_type = _whole(config)
     if not kind or kind not in _KINDS.get(whole_type, ()):
         return None
-    if metadata.number("vision.projection_dim") != config["hidden_size"] or _PLACEHOLDERS[kind] not in tokens:
+    ids = {key: tokens.index(token) for key, token in _TOKENS[kind].items() if token in tokens}
+    if metadata.number("vision.projection_dim") != config["hidden_size"] or next(iter(_TOKENS[kind])) not in ids:
         return None
     deep = _deep_layers(metadata)
     if bool(deep) != (whole_type in _DEEP):
         return None
-    whole: dict[str, Any] = {"model_type": whole_type, "image_token_id": tokens.index(_PLACEHOLDERS[kind])}
+    whole: dict[str, Any] = {"model_type": whole_type, **ids}
+    if kind == _GEMMA_3:
+        side, vision = _gemma_3(metadata)
+        whole |= {"mm_tokens_per_image": side**2, "vision_config": vision, "text_config": dict(config)}
+        return TowerSettings(whole, _colours(tower, metadata))
     if kind != _QWEN:
         text = dict(config)
         if not config.get("hidden_size_per_layer_input"):
             # Files do not say it. Those with embeddings of their own for each layer are published without.
             text["use_bidirectional_attention"] = "vision"
-        whole |= {key: tokens.index(token) for key, token in _AROUND.items() if token in tokens}
         if kind == _UNIFIED:
             whole["model_type"] = "gemma4_unified"
             return TowerSettings(whole | {"vision_config": _unified(tower, metadata), "text_config": text}, {})
@@ -127,15 +148,20 @@ def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -
     vision = _qwen(tower, metadata, config["hidden_size"])
     if deep:
         vision["deepstack_visual_indexes"] = deep
-    processor: dict[str, Any] = {
-        key: _three(tower, metadata.get(f"vision.{key}"))
-        for key in ("image_mean", "image_std")
-        if metadata.has(f"vision.{key}")
-    }
+    processor = _colours(tower, metadata)
     for key in ("min_pixels", "max_pixels"):
         if metadata.has(f"vision.image_{key}"):
             processor[key] = metadata.number(f"vision.image_{key}")
     return TowerSettings(whole | {"vision_config": vision, "text_config": dict(config)}, processor)
+
+
+def _colours(tower: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    """What the file says of how colours are scaled. Raises ModelError if that is damaged."""
+    return {
+        key: _three(tower, metadata.get(f"vision.{key}"))
+        for key in ("image_mean", "image_std")
+        if metadata.has(f"vision.{key}")
+    }
 
 
 def _kind_of(tower: GgufFile) -> str:
@@ -163,6 +189,22 @@ def _qwen(tower: GgufFile, metadata: Metadata, hidden: int) -> dict[str, Any]:
         "out_hidden_size": hidden,
         "num_position_embeddings": tensor_of(tower, "v.position_embd.weight").rows,
     }
+
+
+def _gemma_3(metadata: Metadata) -> tuple[int, dict[str, Any]]:
+    """Tokens of a side of a picture, and the settings of the tower."""
+    pixels, patch = metadata.number("vision.image_size"), metadata.number("vision.patch_size")
+    vision = {
+        "model_type": "siglip_vision_model",
+        "num_hidden_layers": metadata.number("vision.block_count"),
+        "hidden_size": metadata.number("vision.embedding_length"),
+        "intermediate_size": metadata.number("vision.feed_forward_length"),
+        "num_attention_heads": metadata.number("vision.attention.head_count"),
+        "layer_norm_eps": metadata.short_real("vision.attention.layer_norm_epsilon", 1e-6),
+        "image_size": pixels,
+        "patch_size": patch,
+    }
+    return max(1, pixels // patch // metadata.number("vision.projector.scale_factor", 4)), vision
 
 
 def _gemma(tower: GgufFile, metadata: Metadata) -> dict[str, Any]:
@@ -215,17 +257,30 @@ def tower_entries(tower: GgufFile) -> dict[str, tuple[TensorEntry, ...]]:
     kind = _kind_of(tower)
     entries: dict[str, tuple[TensorEntry, ...]] = {}
     deep: list[int] = []
+    exchanged = kind == _GEMMA_3 and _exchanged(tower)
     if kind == _QWEN:
         entries["patch_embed.proj.weight"] = tuple(_entry(tower, name) for name in _HALVES)
         deep = _deep_layers(Metadata(tower))
     for name in tower.tensors:
         # Files number what reads single layers by the layer.
         numbered = re.sub(r"(?<=v\.deepstack\.)\d+", lambda layer: _place(deep, int(layer[0])), name)
+        if exchanged:
+            numbered = re.sub("(?<=ffn_)(up|down)", lambda end: {"up": "down", "down": "up"}[end[0]], name)
         for pattern, instead in _NAMES[kind]:
             match = re.fullmatch(pattern, numbered)
             if match is not None:
                 entries[match.expand(instead)] = (_entry(tower, name),)
     return entries
+
+
+def _exchanged(tower: GgufFile) -> bool:
+    """Whether the file calls the first matrix of a network "down" and the second "up", as files of early 2025 do."""
+    return tensor_of(tower, "v.blk.0.ffn_down.weight").shape[-1] == Metadata(tower).number("vision.embedding_length")
+
+
+def added_to(name: str) -> float:
+    """What is added to the numbers of a file's tensor called ``name`` in transformers' module, to get the module's."""
+    return -1.0 if name.endswith("mm_soft_emb_norm.weight") else 0.0
 
 
 Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -235,7 +290,7 @@ Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 def moved_axes(name: str, shape: tuple[int, ...]) -> Axes | None:
     """What brings the tensor called ``name`` in transformers' module from its ``shape`` in a file into the module's
     order; None: it is in it. Files have the colours of a patch before its rows and columns, and tables apart."""
-    if len(shape) == 4:
+    if name == "vision_tower.patch_embedder.input_proj.weight" and len(shape) == 4:
         return shape, (0, 2, 3, 1), (shape[0], math.prod(shape[1:]))
     if name in _OF_PATCHES:
         side = math.isqrt(shape[-1] // 3)

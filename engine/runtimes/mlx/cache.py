@@ -64,7 +64,7 @@ class RowCache(KVCache):  # type: ignore[misc]
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The mask for ``count`` new positions over what :meth:`update_and_fetch` will return."""
-        if self.window is None:
+        if self.window is None and self.ends is None:
             return super().make_mask(count, return_array=return_array, window_size=window_size)
         if count == 1:
             return None

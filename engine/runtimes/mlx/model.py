@@ -200,7 +200,9 @@ class MlxModel(LocalModel):
         assert self.pictures is not None
         backbone = self._model[self._backbone]
         self._turn(pictures.positions, 0)
-        with embedded(backbone, pictures, self.pictures.sight) as inputs, seeing_ahead(caches, pictures.ends):
+        sight = self.pictures.sight
+        ahead = seeing_ahead(caches, pictures.ends, in_full=sight.together_in_full)
+        with embedded(backbone, pictures, sight) as inputs, ahead:
             return backbone(**inputs, cache=list(caches))
 
     def _turn(self, spread: Positions | None, shift: int) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from mlx_lm.models.gemma3_text import Gemma3Model
 
 from engine.pictures.places import Positions, axis_of_pairs
 from engine.pictures.shown import PicturePass
@@ -74,39 +76,57 @@ class _Deeper:
 
 
 @contextmanager
+def _scaling_nothing(backbone: Any) -> Iterator[Array | None]:
+    """The factor of embeddings in ``backbone`` (None: there is none), which scales nothing meanwhile.
+
+    Gemma's definitions scale what they are given, and the tower's rows are not to be scaled.
+    """
+    scale = getattr(backbone, "embed_scale", None)
+    if scale is not None:
+        backbone.embed_scale = 1.0
+        try:
+            yield mx.array(scale)
+        finally:
+            backbone.embed_scale = scale
+    elif isinstance(backbone, Gemma3Model):
+        args = backbone.args
+        backbone.args = replace(args, hidden_size=1)  # of which it takes the root
+        try:
+            yield mx.array(args.hidden_size**0.5, mx.bfloat16)
+        finally:
+            backbone.args = args
+    else:
+        yield None
+
+
+@contextmanager
 def embedded(backbone: Any, pictures: PicturePass, sight: Sight) -> Iterator[dict[str, Array]]:
     """The inputs of ``backbone`` for the tokens of ``pictures`` [1, tokens], while it takes them as they are."""
     places = np.array([pictures.ids]) < 0
     ids = mx.array(np.where(places, sight.given, pictures.ids).astype(np.int32))
     embeddings = backbone.embed_tokens(ids)
-    # Gemma's definition scales what it is given, and the tower's rows are not to be scaled.
-    scale = getattr(backbone, "embed_scale", None)
-    if scale is not None:
-        embeddings = embeddings * scale
     given = np.zeros((*places.shape, pictures.given.shape[1]), np.float32)
     given[places] = pictures.given
     parts = mx.split(mx.array(given).astype(embeddings.dtype), 1 + sight.deep, axis=-1)
-    embeddings = mx.where(mx.array(places)[..., None], parts[0], embeddings)
     layers = list(backbone.layers)
     backbone.layers = [*map(_Deeper, layers, parts[1:]), *layers[sight.deep :]]
-    if scale is not None:
-        backbone.embed_scale = 1.0
     try:
-        yield {"inputs": ids, "input_embeddings": embeddings}
+        with _scaling_nothing(backbone) as scale:
+            scaled = embeddings if scale is None else embeddings * scale.astype(embeddings.dtype)
+            yield {"inputs": ids, "input_embeddings": mx.where(mx.array(places)[..., None], parts[0], scaled)}
     finally:
         backbone.layers = layers
-        if scale is not None:
-            backbone.embed_scale = scale
 
 
 @contextmanager
-def seeing_ahead(caches: Sequence[LayerCache], ends: Positions | None) -> Iterator[None]:
-    """Lets the tokens of a pass see up to their ``ends`` in layers with a window; None: up to themselves."""
-    windowed = [cache for cache in caches if isinstance(cache, RowCache) and cache.window is not None]
-    for cache in windowed:
+def seeing_ahead(caches: Sequence[LayerCache], ends: Positions | None, *, in_full: bool) -> Iterator[None]:
+    """Lets the tokens of a pass see up to their ``ends`` in layers with a window, and ``in_full`` in all; None: up to
+    themselves."""
+    further = [cache for cache in caches if isinstance(cache, RowCache) and (in_full or cache.window is not None)]
+    for cache in further:
         cache.ends = None if ends is None else mx.array(ends)
     try:
         yield
     finally:
-        for cache in windowed:
+        for cache in further:
             cache.ends = None

@@ -378,6 +378,7 @@ class Pass(ctypes.Structure):
         ("every", ctypes.c_int64),
         ("given_id", ctypes.c_int64),
         ("given_layers", ctypes.c_int64),
+        ("seen_in_full", ctypes.c_int64),
     )
 
 

@@ -79,6 +79,8 @@ class PassInputs:
     """[.., (1 + given_layers) * hidden]; None without tokens of pictures."""
     ends: Positions | None = None
     """The position before which each token sees where that is not its own, [tokens]; None: it is."""
+    ends_in_full: bool = False
+    """Whether ``ends`` hold in layers without a window, too."""
     given_id: int = 0
     """Id of the token whose own embeddings given rows have."""
     given_layers: int = 0
@@ -108,7 +110,13 @@ class PassInputs:
         ids = np.array([pictures.ids], dtype=np.int32)
         sight = shown.sight
         return replace(
-            plain, ids=ids, given=pictures.given, ends=pictures.ends, given_id=sight.given, given_layers=sight.deep
+            plain,
+            ids=ids,
+            given=pictures.given,
+            ends=pictures.ends,
+            ends_in_full=sight.together_in_full,
+            given_id=sight.given,
+            given_layers=sight.deep,
         )
 
     @classmethod

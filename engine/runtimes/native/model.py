@@ -305,6 +305,7 @@ class NativeModel(LocalModel):
             every=call.every,
             given_id=inputs.given_id,
             given_layers=inputs.given_layers,
+            seen_in_full=inputs.ends_in_full,
         )
         address = ctypes.addressof(the_pass)
         needed = native().pllm_trunk_bytes(call.weights.address, address, self._pool.threads)

@@ -227,9 +227,10 @@ def _tie(model: Any, missing: set[str], kernels: KernelChoice | None) -> None:
 
 def fill_buffers(model: Any, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies), by the modules that own them."""
-    for name, buffer in list(model.named_non_persistent_buffers()):
-        if buffer.device.type == "meta":
-            put(model, name, torch.full_like(buffer, float("nan"), device=device))
+    absent = [(name, each) for name, each in model.named_non_persistent_buffers() if each.device.type == "meta"]
+    for name, buffer in absent:
+        # Numbers of places are none below 0.
+        put(model, name, torch.full_like(buffer, float("nan") if buffer.is_floating_point() else -1, device=device))
     for parameter in model.parameters():
         # transformers' mark of what is not to be overwritten: gemma4's embedding has a buffer and a weight.
         parameter._is_hf_initialized = True
@@ -239,5 +240,6 @@ def fill_buffers(model: Any, device: torch.device) -> None:
             owner = module if hasattr(module, "_init_weights") else model
             owner._init_weights(module)
     for name, buffer in model.named_buffers():
-        if buffer.device.type == "meta" or (buffer.is_floating_point() and buffer.isnan().any()):
+        left = name in dict(absent) and not buffer.is_floating_point() and (buffer == -1).any()
+        if left or buffer.device.type == "meta" or (buffer.is_floating_point() and buffer.isnan().any()):
             raise ModelError(f"Buffer {name} cannot be computed by this version of transformers.", kind="internal")

@@ -33,20 +33,24 @@ def picture_inputs(base: Any, inputs: dict[str, Any], pictures: PicturePass, sig
     if getattr(base.config, "hidden_size_per_layer_input", 0):
         changed["per_layer_inputs"] = base.get_per_layer_inputs(ids, None)
     if pictures.ends is not None:
-        changed["attention_mask"] = _seeing_masks(base.config, embeddings, inputs, pictures.ends.tolist())
+        changed["attention_mask"] = _seeing_masks(base.config, embeddings, inputs, pictures.ends.tolist(), sight)
     return changed
 
 
-def _seeing_masks(config: Any, embeddings: torch.Tensor, inputs: dict[str, Any], ends: list[int]) -> dict[str, Any]:
+def _seeing_masks(
+    config: Any, embeddings: torch.Tensor, inputs: dict[str, Any], ends: list[int], sight: Sight
+) -> dict[str, Any]:
     """The masks of a model in which tokens of a picture see each other, by their ``ends``."""
-    from transformers.models.gemma4.modeling_gemma4 import create_masks_for_vision_model
+    from transformers.models.gemma3 import modeling_gemma3
+    from transformers.models.gemma4 import modeling_gemma4
 
     start = int(inputs["position_ids"][0, 0])
     blocks = torch.full((1, start + len(ends)), -1, device=embeddings.device)
     for index, end in enumerate(ends):
         if end > start + index + 1 or (index and ends[index - 1] == end):
             blocks[0, start + index] = end
-    masks: dict[str, Any] = create_masks_for_vision_model(
+    library = modeling_gemma3 if sight.together_in_full else modeling_gemma4
+    masks: dict[str, Any] = library.create_masks_for_vision_model(
         config, embeddings, None, inputs["past_key_values"], inputs["position_ids"], blocks
     )
     return masks

@@ -122,7 +122,8 @@ def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
             values = parts[0] if len(parts) == 1 else torch.stack(parts, 2)
             if tensor.axes is not None:
                 values = values.reshape(tensor.axes[0]).permute(tensor.axes[1])
-            put(module, name, values.reshape(shape))
+            values = values.reshape(shape)
+            put(module, name, values + tensor.added if tensor.added else values)
     for part in [module, *module.children()]:
         if isinstance(part, PreTrainedModel):
             fill_buffers(part, torch.device("cpu"))
@@ -193,6 +194,32 @@ def _look_gemma(module: Any, sight: Sight, vision: Any, picture: NDArray[np.uint
     return rows
 
 
+def _build_gemma_3(config: Any) -> nn.Module:
+    from transformers import AutoModel
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+
+    # Nothing reads the head that summarises a picture, and files do not have it.
+    config.vision_config.vision_use_head = False
+    return nn.ModuleDict(
+        {
+            "vision_tower": AutoModel.from_config(config.vision_config, attn_implementation="sdpa"),
+            "multi_modal_projector": Gemma3MultiModalProjector(config),
+        }
+    )
+
+
+def _look_gemma_3(module: Any, sight: Sight, vision: Any, picture: NDArray[np.uint8]) -> torch.Tensor:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    size = {"height": vision.image_size, "width": vision.image_size}
+    processor = Gemma3ImageProcessorPil(size=size, image_mean=sight.mean, image_std=sight.deviation)
+    seen = processor(picture, return_tensors="pt", input_data_format="channels_last")
+    tower = module["vision_tower"]
+    found = tower(seen["pixel_values"].to(tower.device)).last_hidden_state
+    rows: torch.Tensor = module["multi_modal_projector"](found)[0]
+    return rows
+
+
 def _build_unified(config: Any) -> nn.Module:
     from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedVisionEmbedder
 
@@ -219,6 +246,7 @@ _KINDS: dict[str, tuple[_Build, _Look]] = {
     "qwen3_5_moe": (_build_qwen, _look_qwen),
     "qwen3_vl": (_build_qwen, _look_qwen),
     "qwen3_vl_moe": (_build_qwen, _look_qwen),
+    "gemma3": (_build_gemma_3, _look_gemma_3),
     "gemma4": (_build_gemma, _look_gemma),
     "gemma4_unified": (_build_unified, _look_unified),
 }

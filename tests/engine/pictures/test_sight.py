@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelError
-from engine.pictures.sight import MOST_TOKENS, Sight, sight_of
+from engine.pictures.sight import MOST_TOKENS, Grid, Sight, sight_of
 
 QWEN: dict[str, Any] = {"model_type": "qwen3_5", "image_token_id": 7, "vision_config": {"patch_size": 16}}
 DEEP = QWEN | {"model_type": "qwen3_vl"}
+GEMMA_3: dict[str, Any] = {"model_type": "gemma3", "vision_config": {}}
 GEMMA: dict[str, Any] = {
     "model_type": "gemma4",
     "image_token_id": 9,
@@ -54,6 +55,17 @@ def test_what_is_read_of_a_gemma() -> None:
     assert not sight(causal).together
 
 
+def test_what_is_read_of_a_gemma_3() -> None:
+    found = sight(GEMMA_3, {"size": {"height": 896, "width": 896}, "image_mean": [0.5] * 3})
+    assert (found.placeholder, found.before, found.after, found.beside) == (255_999, (255_999,), (256_000,), "\n\n")
+    assert (found.patch, found.merge, found.together, found.together_in_full) == (14, 4, True, True)
+    for height, width in ((896, 896), (1, 150), (3000, 20)):
+        assert found.grid(height, width) == Grid(16, 16, 896, 896)
+    small = GEMMA_3 | {"mm_tokens_per_image": 16, "vision_config": {"image_size": 32, "patch_size": 4}}
+    assert sight(small | {"boi_token_index": 7}).before == (7,)
+    assert sight(small).grid(7, 9) == Grid(4, 4, 32, 32)
+
+
 @pytest.mark.parametrize(
     ("config", "processor", "value"),
     [
@@ -67,6 +79,10 @@ def test_what_is_read_of_a_gemma() -> None:
         (DEEP | {"vision_config": {"depth": 4, "deepstack_visual_indexes": [4]}}, {}, "deepstack_visual_indexes"),
         (DEEP | {"vision_config": {"deepstack_visual_indexes": [1, 1]}}, {}, "deepstack_visual_indexes"),
         (DEEP | {"vision_config": {"deepstack_visual_indexes": 3}}, {}, "deepstack_visual_indexes"),
+        (GEMMA_3 | {"mm_tokens_per_image": 255}, {}, "255 tokens"),
+        (GEMMA_3 | {"vision_config": {"image_size": 900}}, {}, "900 x 900"),
+        (GEMMA_3 | {"mm_tokens_per_image": 10_000}, {}, "10000 tokens"),
+        (GEMMA_3, {"size": {"height": 448, "width": 448}}, "448"),
         (GEMMA, {"max_soft_tokens": 71}, "71"),
         (GEMMA, {"pooling_kernel_size": 2}, "2"),
     ],

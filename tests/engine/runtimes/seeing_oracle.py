@@ -68,11 +68,12 @@ def _whole_logits(folder: Path, prompt: tuple[int | Picture, ...], most: int) ->
     ids: list[int] = []
     for part in prompt:
         if isinstance(part, Picture):
-            ids += [sight.placeholder] * sight.grid(part.height, part.width).tokens
+            ids += [model.config.image_token_id] * sight.grid(part.height, part.width).tokens
         else:
             ids.append(part)
     tokens = torch.tensor([ids])
-    inputs: dict[str, Any] = {"input_ids": tokens, "mm_token_type_ids": (tokens == sight.placeholder).int()}
+    types = "token_type_ids" if sight.family == "gemma3" else "mm_token_type_ids"
+    inputs: dict[str, Any] = {"input_ids": tokens, types: (tokens == model.config.image_token_id).int()}
     pixels = [
         np.frombuffer(part.rgb, np.uint8).reshape(part.height, part.width, 3)
         for part in prompt
@@ -82,7 +83,7 @@ def _whole_logits(folder: Path, prompt: tuple[int | Picture, ...], most: int) ->
         inputs |= {
             key: value
             for key, value in processor_of(sight)(pixels, return_tensors="pt").items()
-            if key != "num_soft_tokens_per_image"
+            if key not in ("num_soft_tokens_per_image", "num_crops")
         }
     model.model.rope_deltas = None
     if sight.family == "gemma4_unified":
@@ -141,9 +142,12 @@ def _unified(most: int) -> Callable[..., Any]:
 
 
 def processor_of(sight: Sight) -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    if sight.family == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
     if sight.family == "gemma4":
         return Gemma4ImageProcessorPil(max_soft_tokens=sight.most, patch_size=4)
     if sight.family == "gemma4_unified":

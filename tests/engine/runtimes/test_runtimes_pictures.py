@@ -108,14 +108,17 @@ def test_a_gguf_file_and_its_tower_are_the_whole_model(
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     language = write_language_model(tmp_path / "language", folders[kind])
-    gemma = kind.startswith("gemma")
+    gemma = kind.startswith("gemma4")
     path = write_tiny_gguf(tmp_path / "tiny.gguf", language, "gemma4" if gemma else ARCHITECTURES[f"{kind}_text"])
     write_tiny_tower(path.with_name("mmproj-F32.gguf"), folders[kind])
     model = load(subject, open_gguf(path, quiet))
     assert model.pictures is not None
     sight = model.pictures.sight
-    assert (sight.placeholder, sight.before, sight.after) == (PLACEHOLDER, *(((151,), (152,)) if gemma else ((), ())))
-    assert sight.together == (kind in ("gemma4", "gemma4_dense", "gemma4_unified"))
+    around: dict[str, tuple[Any, Any]] = {"gemma3": ((PLACEHOLDER,), (151,))}
+    expected = around.get(kind, ((151,), (152,)) if gemma else ((), ()))
+    assert (sight.placeholder, sight.before, sight.after) == (PLACEHOLDER, *expected)
+    assert sight.together == (kind in ("gemma3", "gemma4", "gemma4_dense", "gemma4_unified"))
+    assert sight.together_in_full == (kind == "gemma3")
     tokens = tokens_of(model, PROMPT)
     theirs = whole_logits(folders[kind], [*PROMPT, *ANSWER], sight.most)
     rows, ours = read(model, tokens, 1000)
@@ -128,12 +131,14 @@ def test_a_gguf_file_and_its_tower_are_the_whole_model(
 def write_language_model(folder: Path, whole: Path) -> Path:
     """The language model in the folder ``whole`` as a model of its own."""
     folder.mkdir()
-    beginning, tensors = "model.language_model.", load_file(whole / "model.safetensors")
+    tensors = load_file(whole / "model.safetensors")
     turned = whole.name in TRANSPOSED
     renamed = {
-        name.replace(beginning, "model."): tensor.mT.contiguous() if turned and ".experts." in name else tensor
+        name.replace("model.language_model.", "model.").removeprefix("language_model."): (
+            tensor.mT.contiguous() if turned and ".experts." in name else tensor
+        )
         for name, tensor in tensors.items()
-        if name.startswith((beginning, "lm_head"))
+        if name.startswith(("model.language_model.", "language_model.", "lm_head"))
     }
     save_file(renamed, folder / "model.safetensors")
     config = json.loads((whole / "config.json").read_text())

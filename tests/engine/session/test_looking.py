@@ -70,8 +70,10 @@ def prompt_of(folder: Path, *parts: str | Picture) -> Prompt:
     sight = read_sight(folder)
     assert sight is not None
     prompt: list[int | Picture] = []
+    beside = tokenizer.encode(sight.beside).ids
     for part in parts:
-        prompt += [*sight.before, part, *sight.after] if isinstance(part, Picture) else tokenizer.encode(part).ids
+        seen = [*beside, *sight.before, part, *sight.after, *beside] if isinstance(part, Picture) else []
+        prompt += seen or tokenizer.encode(str(part)).ids
     return prompt
 
 

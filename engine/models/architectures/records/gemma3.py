@@ -1,4 +1,4 @@
-"""Gemma 3 without pictures: five of six layers see a window, with rotary settings of their own."""
+"""Gemma 3: five of six layers see a window, with rotary settings of their own."""
 
 from __future__ import annotations
 

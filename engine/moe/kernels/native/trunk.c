@@ -654,6 +654,7 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
         if (trunk->layers[i].blocks &&
             (trunk->block_size < 1 || trunk->block_budget < 1 || trunk->kinds[0].rotated > trunk->block_width || pass->seen))
             return PLLM_E_ARGUMENT;
+    if (pass->seen_in_full && trunk->latent_plain) return PLLM_E_ARGUMENT;
     if (trunk->streams < 1 || trunk->lexical_taps > PLLM_MOST_TAPS) return PLLM_E_ARGUMENT;
     for (int64_t i = 0; i < trunk->layer_count; i++) {
         const pllm_trunk_layer *layer = trunk->layers + i;

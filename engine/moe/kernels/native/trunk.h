@@ -347,6 +347,7 @@ typedef struct pllm_pass {
     int64_t every;               /* 1: logits after every token of the only row, which are written and not read */
     int64_t given_id;            /* the token whose own embeddings (own_embedding) `given` rows have */
     int64_t given_layers;        /* 0 with several residual streams */
+    int64_t seen_in_full;        /* `seen` counts in layers without a window, too; 0 with latent attention */
 } pllm_pass;
 
 /* Where a pass stopped before the routed experts of `layer`. The addresses lie in the pass's workspace. */

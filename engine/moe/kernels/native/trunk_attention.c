@@ -26,7 +26,8 @@ static int64_t lowest(const pllm_trunk_layer *layer, int64_t position) {
 static int64_t behind_seen(const trunk_job *job, int64_t layer, int64_t index) {
     const pllm_pass *pass = job->pass;
     const int64_t own = pass->groups->start + index + 1;
-    return pass->seen && job->trunk->layers[layer].window ? MAX(own, pass->seen[index]) : own;
+    const int further = pass->seen && (pass->seen_in_full || job->trunk->layers[layer].window);
+    return further ? MAX(own, pass->seen[index]) : own;
 }
 
 /* ---- Heads ------------------------------------------------------------------------------------------------ */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from engine.errors import ModelError
-from engine.models.architectures.gguf_tower import moved_axes, settings_of, tower_entries
+from engine.models.architectures.gguf_tower import added_to, moved_axes, settings_of, tower_entries
 from engine.models.formats.gguf_file import GgufFile
 from tests.support.tiny_gguf_tower import write_tiny_tower
 from tests.support.tiny_seeing import write_tiny_seeing
@@ -55,6 +56,36 @@ def test_what_is_read_of_a_qwen_with_deepstack(tmp_path: Path) -> None:
     assert found.config["vision_config"]["deepstack_visual_indexes"] == [0, 2]
     stored = [name for name in load_file(seeing / "model.safetensors") if name.startswith("model.visual.")]
     assert entries.keys() == {name.removeprefix("model.visual.") for name in stored}
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_what_is_read_of_a_gemma_3(tmp_path: Path, exchanged: bool) -> None:
+    seeing = write_tiny_seeing(tmp_path / "seeing", "gemma3")
+    written = json.loads((seeing / "config.json").read_text())
+    config = {"model_type": "gemma3_text", "hidden_size": 64}
+    with GgufFile(write_tiny_tower(tmp_path / "mmproj.gguf", seeing)) as file:
+        if exchanged:  # as files of early 2025 are
+            other = {"up": "down", "down": "up"}
+            renamed = {re.sub("(?<=ffn_)(up|down)", lambda end: other[end[0]], name): name for name in file.tensors}
+            tensors = {name: file.tensors[old] for name, old in renamed.items()}
+            file.tensors.clear()
+            file.tensors.update(tensors)
+        found = settings_of(file, config, ["<end_of_image>", "<start_of_image>"])
+        assert settings_of(file, config, ["<image_soft_token>"]) is None
+        entries = tower_entries(file)
+        del file.metadata["clip.vision.projector.scale_factor"]
+        usual = settings_of(file, config, ["<start_of_image>"])
+    assert (
+        found is not None and usual is not None and found.processor == {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    )
+    assert [found.config[key] for key in ("boi_token_index", "eoi_token_index", "mm_tokens_per_image")] == [1, 0, 16]
+    assert usual.config["mm_tokens_per_image"] == 4
+    vision = found.config["vision_config"]
+    assert vision == {key: written["vision_config"][key] for key in vision}
+    stored = load_file(seeing / "model.safetensors")
+    shapes = {name: values.shape for name, values in stored.items() if not name.startswith("language_model.")}
+    assert {name: entry.shape for name, (entry,) in entries.items()} == shapes
+    assert [name for name in entries if added_to(name)] == ["multi_modal_projector.mm_soft_emb_norm.weight"]
 
 
 def test_what_is_read_of_a_gemma(tmp_path: Path) -> None:

@@ -77,7 +77,11 @@ def test_tokens_of_a_picture_see_its_end_while_a_pass_is_built() -> None:
     caches: list[Any] = [RowCache(4), RowCache(), StateCache(1)]
     for cache in caches[:2]:
         cache.offset = 6
-    with seeing_ahead(caches, np.array([7, 10, 10, 10, 11])):
+    ends = np.array([7, 10, 10, 10, 11])
+    with seeing_ahead(caches, ends, in_full=True):
+        full = np.array(caches[1].make_mask(5))
+    assert [row.nonzero()[0].tolist() for row in full] == [[*range(end)] for end in ends]
+    with seeing_ahead(caches, ends, in_full=False):
         mask = np.array(caches[0].make_mask(5))
         assert caches[1].make_mask(5) == "causal"
     seen = [[key for key, shown in zip(range(3, 11), row, strict=True) if shown] for row in mask.tolist()]

@@ -20,17 +20,22 @@ from tests.support.tiny_models import write_tiny_model
 PLACES = [PicturePlace(1, Grid(1, 3, 1, 1)), PicturePlace(4, Grid(2, 1, 1, 1))]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_pictures_see_themselves_in_layers_with_a_window(tmp_path: Path, together: bool) -> None:
-    module = library_model(write_tiny_model(tmp_path / "model", "gemma4_dense"))
-    given = np.random.default_rng(0).normal(size=(5, 48)).astype(np.float32)
+@pytest.mark.parametrize(
+    ("family", "together", "in_full"),
+    [("gemma4_dense", True, False), ("gemma4_dense", False, False), ("gemma3_text", True, True)],
+)
+def test_pictures_see_themselves_in_layers_that_say_so(
+    tmp_path: Path, family: str, together: bool, in_full: bool
+) -> None:
+    module = library_model(write_tiny_model(tmp_path / "model", family))
+    given = np.random.default_rng(0).normal(size=(5, module.config.hidden_size)).astype(np.float32)
     pictures = PicturePass(given, [7, -1, -2, -3, -4, -5, 8], None, seen_ends(PLACES, 0, 7) if together else None)
     inputs = {
         "input_ids": torch.zeros(1, 7, dtype=torch.long),
         "position_ids": torch.arange(7)[None],
         "past_key_values": empty_cache(module.config),
     }
-    sight = Sight("gemma4", 150, 4, 3, most=70, together=together)
+    sight = Sight("gemma4", 150, 4, 3, most=70, together=together, together_in_full=in_full)
     found = picture_inputs(
         base_of(module), inputs | {"input_ids": torch.tensor([[7, 0, 0, 0, 0, 0, 8]])}, pictures, sight
     )
@@ -47,9 +52,10 @@ def test_pictures_see_themselves_in_layers_with_a_window(tmp_path: Path, togethe
     wanted = [[key <= query or groups[key] == groups[query] for key in range(7)] for query in range(7)]
     assert seen.tolist() == wanted
     full = found["attention_mask"]["full_attention"]
+    assert full is not None or not in_full
     if full is not None:
         full = full[0, 0] if full.dtype == torch.bool else full[0, 0] == 0
-        assert torch.equal(full, torch.ones(7, 7).tril().bool())
+        assert full.tolist() == (wanted if in_full else torch.ones(7, 7).tril().bool().tolist())
 
 
 def test_steps_after_a_picture_have_other_positions_only() -> None:
