@@ -22,6 +22,7 @@ from app.chat.state import (
     BeamsChanged,
     Entry,
     EntryChanged,
+    Guesses,
     Phase,
     PromptRead,
     StatusChanged,
@@ -372,7 +373,7 @@ class AnswerLoop:
         self.beams = ()
         self._status.elsewhere = current is not None and current.thread is not thread
         self._status.context_used, self._status.tokens_per_s = None, 0.0
-        self._status.prefill = self._status.under_way = self._status.prompt = None
+        self._status.prefill = self._status.under_way = self._status.prompt = self._status.guesses = None
         self._emit(BeamsChanged((), 0, self.beam_turn is not None))
 
     def save(self, thread: Thread, path: Sequence[Entry]) -> None:
@@ -576,6 +577,8 @@ class AnswerLoop:
             tokens = turn.shown.tokens if turn.others else event.completion_tokens
             self._status.context_used = event.prompt_tokens + tokens
             self._status.prompt = PromptRead(event.prompt_tokens, event.cached_tokens, event.read_again)
+            guesses = Guesses(event.completion_tokens, event.drafted_tokens, event.accepted_tokens)
+            self._status.guesses = guesses if guesses.drafted else None
         self._status.ttft_s = event.ttft_s or None
         self._status.memory = event.memory or self._status.memory
         self._end_all(turn, ends)

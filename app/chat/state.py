@@ -84,6 +84,16 @@ class PromptRead:
     why: ReadAgain | None = None
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """How many of an answer's ``tokens`` were guessed and checked together with others, and how many guesses were
+    right."""
+
+    tokens: int
+    drafted: int
+    accepted: int
+
+
 class Phase(Enum):
     """The activity of the engine, as the status line shows it."""
 
@@ -121,6 +131,8 @@ class Status:
     """The answers under way in the engine, if there are others than the shown one."""
     prompt: PromptRead | None = None
     """How the prompt of the last answer was read."""
+    guesses: Guesses | None = None
+    """What was guessed of the last answer; None if nothing was."""
     elsewhere: bool = False
     """Whether the engine answers a question of another conversation than the one shown."""
     waiting: int = 0

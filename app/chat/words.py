@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.chat.state import PromptRead, Status
+from app.chat.state import Guesses, PromptRead, Status
 from app.conversations.records import Thoughts
 from app.ring_words import latency, ring_name
 from app.text_safety import one_line
@@ -96,6 +96,8 @@ def status_words(status: Status) -> list[str]:
     if status.tokens_per_s > 0:
         first = f", first token after {latency(status.ttft_s)}" if status.ttft_s is not None else ""
         lines.append(f"Speed of the last answer: {rate(status.tokens_per_s)}{first}.")
+    if status.guesses is not None:
+        lines.append(guesses_words(status.guesses))
     if status.prompt is not None:
         lines.append(prompt_words(status.prompt))
     if status.beams > 1:
@@ -118,6 +120,13 @@ CAUSES: dict[ReadingCause, str] = {
     "restarted": "the model was loaded again",
 }
 """Why a prompt was read again, in words."""
+
+
+def guesses_words(guesses: Guesses) -> str:
+    """How much guessing ahead saved, in a sentence."""
+    passes = max(1, guesses.tokens - guesses.accepted)
+    taken = f"{guesses.accepted / guesses.drafted:.0%} of {guesses.drafted:,} guessed ones were right"
+    return f"Guessing ahead: {guesses.tokens / passes:.1f} tokens a pass; {taken}."
 
 
 def prompt_words(prompt: PromptRead) -> str:

@@ -273,6 +273,8 @@ def timings(finished: Finished) -> dict[str, object]:
         "predicted_n": finished.completion_tokens,
         "predicted_ms": 1000 * finished.completion_tokens / speed if speed > 0 else 0.0,
         "predicted_per_second": speed,
+        "draft_n": finished.drafted_tokens,
+        "draft_n_accepted": finished.accepted_tokens,
         "read_again": finished.read_again,
     }
 

@@ -112,6 +112,11 @@ class Settings(RingSettings):
         "as private as the chats. 0: nothing is kept, and what was is deleted.",
         minimum=0.0, maximum=65_536.0,
     )  # fmt: skip
+    drafts: bool = _loading(
+        "flag", "Guess ahead", True,
+        "Guess the next words from what was said before, and check several at once where that is faster. Answers stay "
+        "the same, word for word.",
+    )  # fmt: skip
     cpu_threads: int | None = _loading(
         "integer", "CPU threads", None, "Number of CPU threads. Empty: one per physical core.",
         minimum=1, maximum=1024, optional=True,

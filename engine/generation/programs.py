@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from engine.generation.drafts import Draft
 from engine.generation.sampling import Sampler
 from engine.runtimes.protocol import Logits, TokenRows
 
@@ -35,12 +36,14 @@ class Decoding:
     """A step of one token for each of ``rows``.
 
     The outcome is logits [rows, vocabulary]. With ``sampler`` it may also be the next token of the only row, which was
-    chosen by that sampler where the logits are.
+    chosen by that sampler where the logits are. ``draft`` guesses at most so many tokens after the only one: if some of
+    them are run with it, which the rows must hold then, the outcome is logits [1 + those, vocabulary].
     """
 
     rows: TokenRows
     tokens: Sequence[int]
     sampler: Sampler | None = None
+    draft: Callable[[int], Draft | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,12 @@ def decode(rows: TokenRows, tokens: Sequence[int]) -> Program[Logits]:
     return found
 
 
-def decode_choosing(rows: TokenRows, token: int, sampler: Sampler) -> Program[Logits | int]:
+def decode_choosing(
+    rows: TokenRows, token: int, sampler: Sampler | None, draft: Callable[[int], Draft | None] | None = None
+) -> Program[Logits | int]:
     """Run a step of ``token`` in the only row. Returns the next token if ``sampler`` chose it where the logits are, of
-    which it is still to be told; otherwise logits [1, vocabulary]."""
-    found = yield Decoding(rows, [token], sampler)
+    which it is still to be told; otherwise logits [1, vocabulary], or with those after tokens of ``draft``."""
+    found = yield Decoding(rows, [token], sampler, draft)
     assert found is not None and not isinstance(found, list)
     return found
 

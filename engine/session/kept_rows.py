@@ -89,6 +89,8 @@ class CachedRow:
         """A copy of a row that goes on by itself meanwhile."""
         assert self.rows is not None
         rows = self.rows.checkpoint() or self.rows.fan_out(1)
+        if rows.length > len(self.tokens):
+            rows.truncate(len(self.tokens))  # guessed tokens
         return CachedRow(rows, list(self.tokens), self.origins, self.known, self.checkpoints)
 
     def nbytes(self, per_token: int, state: int) -> int:

@@ -133,6 +133,7 @@ def load_session(
         prefill_chunk=chunk,
         prefix_bytes=request.prefix_bytes,
         prefix_disk_bytes=request.prefix_disk_bytes or 0,
+        drafts=request.drafts,
         looking=looking,
         way_to_see=way_out,
         identity=prefix_identity(folder, request, model.facts) if request.prefix_disk_bytes else "",

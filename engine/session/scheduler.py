@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from engine.generation.drafts import PassCosts
 from engine.generation.programs import Decoding, MemoryWanted, Outcome, Program, Reading, Together, Work
 from engine.runtimes.protocol import LoadedModel, TokenRows
 from engine.session.sharing import PassLog
@@ -67,6 +68,7 @@ class Scheduler:
         self._reading_s = self._decoding_s = 0.0
         """Seconds of both kinds of passes since both wait."""
         self._readings = 0
+        self._costs = PassCosts()
 
     @property
     def active(self) -> int:
@@ -165,28 +167,41 @@ class Scheduler:
 
         def steps() -> Sequence[Outcome]:
             begun = self._clock()
+            counts = [len(work.tokens) for work in works]
             outcomes: Sequence[Outcome]
             if len(works) == 1:
-                outcomes = [self._single_step(works[0])]
+                outcome, counts[0] = self._single_step(works[0])
+                outcomes = [outcome]
+                if works[0].draft is not None:
+                    self._costs.took(counts[0], self._clock() - begun)
             else:
                 self._settle(None)
                 outcomes = self._model.step_together([(work.rows, work.tokens) for work in works])
-            rows = [(running.owner, len(work.tokens)) for running, work in zip(batch, works, strict=True)]
+            rows = [(running.owner, count) for running, count in zip(batch, counts, strict=True)]
             self._log.decoded(begun, self._clock(), rows)
             return outcomes
 
         self._run(batch, steps)
 
-    def _single_step(self, work: Decoding) -> Outcome:
-        """Run ``work``. A token is chosen where the logits are only if no other program's passes come between."""
-        others = [running for running in self._running if not isinstance(running.work, Together)]
-        alone = work.sampler is not None and len(others) == 1
-        self._settle(work.rows if alone else None)
+    def _single_step(self, work: Decoding) -> tuple[Outcome, int]:
+        """Run ``work``. Returns its outcome, and the number of tokens that were run.
+
+        A token is chosen where the logits are, and guessed tokens are run, only if no other program's passes come
+        between.
+        """
+        alone = sum(not isinstance(running.work, Together) for running in self._running) == 1
+        self._settle(work.rows if alone and work.sampler is not None else None)
+        if alone and work.draft is not None:
+            most = work.rows.verified_together - 1
+            draft = work.draft(most)
+            count = 0 if draft is None else self._costs.worth(draft.chance, min(most, len(draft.tokens)))
+            if draft is not None and count:
+                return work.rows.verify([*work.tokens, *draft.tokens[:count]]), 1 + count
         if alone and work.sampler is not None:
             chosen = work.rows.step_choosing(work.tokens[0], work.sampler)
             if chosen is not None:
-                return chosen
-        return work.rows.step(work.tokens)
+                return chosen, 1
+        return work.rows.step(work.tokens), len(work.tokens)
 
     def _settle(self, rows: TokenRows | None) -> None:
         """Discard a step that a runtime began ahead in other rows than ``rows``, in which it may begin one now."""

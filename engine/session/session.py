@@ -121,8 +121,8 @@ class Session:
     ``ends``: token ids that end an answer. ``defaults``: the model's ``generation_config.json``. ``memory`` gives the
     bytes that are free for keys and values. ``prefix_bytes``: bytes that all conversations but the current one may
     take; None: a part of what is free. ``prefix_disk_bytes``: bytes on disk for prefixes kept between runs; 0: none.
-    ``identity``: of the model and everything on which its bits depend. ``looking`` shows the model pictures; without,
-    ``way_to_see`` is what to do so that they are seen.
+    ``drafts``: whether tokens are guessed ahead. ``identity``: of the model and everything on which its bits depend.
+    ``looking`` shows the model pictures; without, ``way_to_see`` is what to do so that they are seen.
     """
 
     def __init__(
@@ -137,6 +137,7 @@ class Session:
         prefill_chunk: int = 512,
         prefix_bytes: int | None = 0,
         prefix_disk_bytes: int = 0,
+        drafts: bool = True,
         identity: str = "",
         looking: Looking | None = None,
         way_to_see: str = "load a model that sees",
@@ -155,6 +156,7 @@ class Session:
         self._memory = memory or self._free_memory
         self._clock = clock
         self._prefix_bytes = prefix_bytes
+        self._drafts = drafts
         self._disk: DiskPrefixes | None = None
         if prefix_disk_bytes and model.keeps_contents:
             self._disk = DiskPrefixes(model, identity, prefix_disk_bytes, self._memory)
@@ -269,7 +271,9 @@ class Session:
         turn = Turn(request, self._model.recorder, self._log, emit, control, self._clock, len(prompt))
         turn.sampling = Sampling(repetition_penalty=rule.repetition_penalty) if request.beams > 1 else rule.used
         repeatable = request.beams > 1 or rule.greedy or rule.seed is not None
-        cache = TurnCache(self._cache, self._model, turn, self.prefill_chunk, repeatable, self._look)
+        cache = TurnCache(
+            self._cache, self._model, turn, self.prefill_chunk, repeatable, self._look, drafts=self._drafts
+        )
         self._log.begin(control, request.program)
         try:
             yield MemoryWanted(

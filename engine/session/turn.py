@@ -117,6 +117,8 @@ class Turn:
         """Callback for the progress of work that delays the answer. Raises Cancelled."""
         self.prefilled = 0
         self.first_pass_s: float | None = None
+        self.drafted_tokens = self.accepted_tokens = 0
+        """Tokens that were guessed and run, and those of them that were right."""
         self.owner = request.conversation
         """Name under which the conversation's prefix may be kept on disk; empty: it may not be."""
         self.client = control.owner, request.conversation
@@ -246,6 +248,8 @@ class Turn:
             prefilled_tokens=min(self.prefilled, self._prompt_tokens),
             read_again=self.read_again,
             completion_tokens=sum(len(sample.tokens) for sample in samples),
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             ttft_s=self._first - self._start if self._count else 0.0,
             tokens_per_s=self.tokens_per_s(),
             stop_string=answer.stop_string,

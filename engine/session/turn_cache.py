@@ -7,9 +7,11 @@ and write everything again.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine.errors import Cancelled, ModelError, PeerLost
+from engine.generation.drafts import Draft, Repetitions
 from engine.generation.programs import Program, Reading, decode, decode_choosing, read
 from engine.generation.sampling import Sampler
 from engine.ipc.messages import Notice, RingChanged
@@ -45,11 +47,19 @@ class TurnCache:
     the caller must call :meth:`forget`, because the row is then in an unknown state. :meth:`close` ends the use.
 
     ``repeatable``: the same prompt gets the same logits as before, to the bit, which may take longer. Answers drawn
-    without a seed do not need that.
+    without a seed do not need that. ``drafts``: tokens are guessed ahead where the rows can verify them.
     """
 
     def __init__(
-        self, cache: PrefixCache, model: LoadedModel, turn: Turn, chunk: int, repeatable: bool, look: Look | None = None
+        self,
+        cache: PrefixCache,
+        model: LoadedModel,
+        turn: Turn,
+        chunk: int,
+        repeatable: bool,
+        look: Look | None = None,
+        *,
+        drafts: bool = True,
     ) -> None:
         self._cache = cache
         self._model = model
@@ -57,6 +67,7 @@ class TurnCache:
         self._chunk = chunk
         self._repeatable = repeatable
         self._look = look
+        self._drafts = drafts
         self._row: CachedRow | None = None
         """None until the first prefill takes one."""
         self._stored: CachedRow | None = None
@@ -70,6 +81,9 @@ class TurnCache:
         """What was kept that shares most with the first prompt."""
         self.reused: int | None = None
         """Tokens of the first prompt that were not run; None before it."""
+        self._repetitions: Repetitions | None = None
+        self._ahead: deque[tuple[int, Logits]] = deque()
+        """Guessed tokens that the rows hold behind the row's own, and the logits after each."""
 
     @property
     def rows(self) -> TokenRows | None:
@@ -89,6 +103,7 @@ class TurnCache:
 
     def close(self) -> None:
         """Give the row back. May be called twice."""
+        self._cut_ahead()
         if self._row is not None:
             self._cache.give_back(self._row)
             self._row = None
@@ -96,7 +111,9 @@ class TurnCache:
 
     def branch(self) -> TurnCache:
         """The same contents, which go on by themselves; to be dropped (:meth:`drop`)."""
+        self._cut_ahead()
         other = TurnCache(self._cache, self._model, self._turn, self._chunk, self._repeatable, self._look)
+        other._drafts = self._drafts
         other._row = self._cache.fork(self._current)
         other._context = self._context
         return other
@@ -153,16 +170,30 @@ class TurnCache:
         """Run ``token``, and return the next token: the result of ``choose(logits)``, or the choice of ``sampler``
         where the logits are.
 
-        If a peer is lost, the remaining machines run everything again. Returns None if that is cancelled.
+        What was guessed and is right has been run already. If a peer is lost, the remaining machines run everything
+        again. Returns None if that is cancelled.
         """
         row = self._current
         assert row.rows is not None
+        if self._ahead and self._ahead[0][0] == token:
+            self._append([token], row.origins.written())
+            self._turn.accepted_tokens += 1
+            return choose(self._ahead.popleft()[1])
+        self._cut_ahead()
+        drafted: list[int] = []
+
+        def draft(most: int) -> Draft | None:
+            if self._repetitions is None or self._repetitions.tokens is not row.tokens:
+                self._repetitions = Repetitions(row.tokens)
+            found = self._repetitions.guess(token, most)
+            drafted[:] = [] if found is None else found.tokens
+            return found
+
         outcome: Logits | int
         try:
-            if sampler is None:
-                outcome = yield from decode(row.rows, [token])
-            else:
-                outcome = yield from decode_choosing(row.rows, token, sampler)
+            outcome = yield from decode_choosing(
+                row.rows, token, sampler, draft if self._drafts and row.rows.verified_together else None
+            )
         except Interrupted:
             return None
         except PeerLost as lost:
@@ -170,13 +201,16 @@ class TurnCache:
             return None if logits is None else choose(logits)
         self._append([token], row.origins.written())
         if not isinstance(outcome, int):
+            self._ahead.extend(zip(drafted, outcome[1:], strict=False))
+            self._turn.drafted_tokens += len(self._ahead)
             return choose(outcome[0])
         assert sampler is not None
         sampler.take(outcome)
         return outcome
 
     def settle(self) -> None:
-        """End the answer. A step that the runtime began ahead is discarded."""
+        """End the answer. Guessed tokens, and a step that the runtime began ahead, are discarded."""
+        self._cut_ahead()
         if self.rows is not None:
             self.rows.settle()
 
@@ -187,6 +221,13 @@ class TurnCache:
             raise Interrupted
         assert self.rows is not None
         return self.rows
+
+    def _cut_ahead(self) -> None:
+        """Cut off the guessed tokens."""
+        guessed = bool(self._ahead)
+        self._ahead.clear()
+        if guessed and self.rows is not None:
+            self.rows.truncate(len(self.tokens))
 
     @property
     def _current(self) -> CachedRow:

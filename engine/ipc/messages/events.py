@@ -147,6 +147,10 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     """Why some of them were run though they are older than the question."""
     completion_tokens: int
     """Tokens of the answer, thoughts included; of all samples together."""
+    drafted_tokens: int = 0
+    """Tokens that were guessed, and checked in the same pass as the one before them."""
+    accepted_tokens: int = 0
+    """Number of those that were right: each saved a pass."""
     ttft_s: float
     tokens_per_s: float
     stop_string: str = ""

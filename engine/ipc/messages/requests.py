@@ -85,6 +85,9 @@ class LoadOptions(ModelOptions, frozen=True, kw_only=True):
     prefix_disk_bytes: int | None = None
     """Bytes of disk for the keys and values of conversations between runs, those of all models together; 0: none are
     kept, and those that were are removed; None: none are kept, and what is there stays."""
+    drafts: bool = True
+    """Whether tokens are guessed from what was said before, and checked several in a pass, where that is faster and
+    changes no token."""
     ring: RingChoice = RingChoice()
     """Options for partitioning ``ring``."""
 

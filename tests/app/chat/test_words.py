@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from app.chat.state import Phase, PromptRead, Status
+from app.chat.state import Guesses, Phase, PromptRead, Status
 from app.chat.words import (
     engine_name,
+    guesses_words,
     progress_text,
     prompt_words,
     share_words,
@@ -89,6 +90,12 @@ def test_the_status_is_told_in_sentences() -> None:
     assert status_words(Status(model="big", problem="It does not fit."))[1:] == [
         "No model is loaded: It does not fit.", "Model: big, not loaded.",
     ]  # fmt: skip
+
+
+def test_what_guessing_ahead_saved_is_said() -> None:
+    text = "Guessing ahead: 2.5 tokens a pass; 60% of 100 guessed ones were right."
+    assert guesses_words(Guesses(tokens=100, drafted=100, accepted=60)) == text
+    assert text in status_words(Status(guesses=Guesses(100, 100, 60)))
 
 
 def test_why_a_prompt_was_read_again_is_said() -> None:
