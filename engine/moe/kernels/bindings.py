@@ -22,7 +22,7 @@ from engine.models.formats.number_formats import BLOCKS, GROUPED, block_size
 Dtype = Literal["bfloat16", "float32"]
 """The dtype of a model's computations. ``float32`` keeps activations in float32 whatever the format of the weights."""
 
-VERSION = 38
+VERSION = 39
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"

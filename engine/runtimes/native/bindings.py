@@ -14,7 +14,7 @@ KEY_BLOCK = 16
 HEAD_KINDS = 2
 """Maximum kinds of heads of keys and values (PLLM_HEAD_KINDS)."""
 
-STEPS_TOGETHER = 8
+STEPS_TOGETHER = 16
 """Maximum tokens of a pass whose bits equal those of single steps (PLLM_STEPS)."""
 
 MOST_TAPS = 16

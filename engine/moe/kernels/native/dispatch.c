@@ -200,7 +200,7 @@ size_t pllm_linear_scratch(void) { return aligned(PANEL_BYTES); }
 
 void pllm_input_describe(pllm_input *input, int set, int dtype, void *data, int64_t rows, int64_t columns, int reads) {
     *input = (pllm_input){.data = data, .rows = rows, .columns = columns, .stride = row_stride(columns), .set = set,
-                          .dtype = dtype, .few = !reads && rows <= pllm_kernels(set, dtype)->few_tokens};
+                          .dtype = dtype, .few = !reads && rows <= FEW_LIMIT};
 }
 
 void pllm_fill_row(const kernel_set *kernels, void *to, const float *from, float scale, int64_t columns) {

@@ -22,7 +22,6 @@
 typedef struct form {
     const kernel_set *kernels;
     int64_t stride; /* of a row, in elements */
-    int any_many, any_few;
     int64_t *row_offset; /* [active]: the first of an expert's rows in `tiles` */
     char *rows, *tiles;
     char *own; /* this thread's rows */
@@ -37,7 +36,7 @@ typedef struct plan {
     int64_t ffn_rows, hidden_rows; /* of a task */
     int64_t run_rows;              /* most rows multiplied in one piece, whole tasks: the stride of `part` */
     int64_t tasks;
-    int any_many, own_input;
+    int any_many, any_few, own_input;
     int32_t *first;  /* [count + 1]: where each expert's routes begin in `sorted` */
     int32_t *sorted; /* route numbers, token * k + position, by expert and then ascending; 0 for an extra expert */
     int32_t *place;  /* [tokens * k]: where a route is in `sorted`, or -1 */
@@ -96,8 +95,8 @@ static int64_t routes_of(const plan *p, int64_t expert) { return p->first[expert
 
 /* Whether so many routes of an expert go through `few`. The number has no part in it where tokens are read, so that a
    token's results do not depend on how many others chose its experts. */
-static int takes_few(const plan *p, const kernel_set *kernels, int64_t count) {
-    return !p->routes->reads && count <= kernels->few_tokens;
+static int takes_few(const plan *p, int64_t count) {
+    return !p->routes->reads && count <= FEW_LIMIT;
 }
 
 static void sort_routes(plan *p) {
@@ -137,32 +136,28 @@ static int64_t rows_of_a_task(int64_t experts, int64_t rows, int64_t fewest, int
     return each;
 }
 
-/* Where the experts' rows begin, and whether there are tiles. */
+/* Where the experts' rows begin. */
 static void place_rows(const plan *p, form *f) {
     const int64_t tile = f->kernels->tile_tokens;
     int64_t rows = 0;
-    f->any_many = f->any_few = 0;
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t count = routes_of(p, p->list[i]);
         f->row_offset[i] = rows;
-        if (!takes_few(p, f->kernels, count)) {
-            f->any_many = 1;
-            rows += divided_up(count, tile) * tile;
-        } else {
-            f->any_few = 1;
-            rows += count;
-        }
+        rows += takes_few(p, count) ? count : divided_up(count, tile) * tile;
     }
 }
 
 static void make_plan(plan *p, int threads) {
     sort_routes(p);
+    for (int64_t i = 0; i < p->active; i++) {
+        const int few = takes_few(p, routes_of(p, p->list[i]));
+        p->any_few |= few;
+        p->any_many |= !few;
+    }
     place_rows(p, &p->act);
-    p->any_many = p->act.any_many;
     int64_t fewest = p->act.kernels->task_rows; /* a task's results are converted for the down projection */
     for (int i = 0; i < p->input_forms; i++) {
         place_rows(p, p->inputs + i);
-        p->any_many |= p->inputs[i].any_many;
         fewest = MAX(fewest, p->inputs[i].kernels->task_rows);
     }
     const int64_t inputs = p->routes->scale_input ? p->first[p->layer->count] : p->routes->tokens;
@@ -198,7 +193,7 @@ static void fill_tiles(const plan *p, const form *input, int thread, int threads
     int64_t turn = 0;
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t count = routes_of(p, p->list[i]);
-        if (takes_few(p, input->kernels, count)) continue;
+        if (takes_few(p, count)) continue;
         const int32_t *routes = p->sorted + p->first[p->list[i]];
         for (int64_t m = 0; m < count; m += tile) {
             if (turn++ % threads != thread) continue;
@@ -222,7 +217,7 @@ static void multiply(const plan *p, const kernel_set *kernels, const pllm_matrix
                      int64_t number, float *y, int64_t y_stride, const void *next) {
     pllm_matrix part;
     const void *w = rows_from(matrix, first, &part);
-    if (takes_few(p, kernels, count))
+    if (takes_few(p, count))
         kernels->few(w, matrix->dtype, matrix->row_stride, number, matrix->columns, rows, count, y, y_stride, 0);
     else
         kernels->many(w, matrix->dtype, matrix->row_stride, number, matrix->columns, tiles, count, y, y_stride, 0,
@@ -235,7 +230,7 @@ static void store_act(const plan *p, int64_t i, int64_t count, int64_t first, in
     const kernel_set *kernels = p->act.kernels;
     const int64_t tile = kernels->tile_tokens, ffn = p->layer->ffn, bytes = p->act.stride * kernels->row_element;
     char *act = p->act.rows + p->act.row_offset[i] * bytes;
-    if (takes_few(p, kernels, count)) {
+    if (takes_few(p, count)) {
         for (int64_t m = 0; m < count; m++) {
             kernels->convert(act + m * bytes, first, p->part + m * p->run_rows, 1.0F, number);
             if (first + number == ffn) kernels->pad(act + m * bytes, ffn);
@@ -352,8 +347,8 @@ void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_rout
             fill_rows(&p, input, 0, 1);
             continue;
         }
-        if (input->any_few) fill_rows(&p, input, thread, threads);
-        if (input->any_many) fill_tiles(&p, input, thread, threads);
+        if (p.any_few) fill_rows(&p, input, thread, threads);
+        if (p.any_many) fill_tiles(&p, input, thread, threads);
     }
     if (!p.own_input) pllm_pool_barrier(pool);
     const int64_t blocks = divided_up(layer->hidden, p.hidden_rows);

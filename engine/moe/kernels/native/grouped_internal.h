@@ -117,7 +117,7 @@ _Static_assert(sizeof(grouped_input) <= FEWEST_STRIDE * 4, "a unit fits into the
     .convert = pllm_grouped_##CONVERT##_convert, .pad = pllm_grouped_##CONVERT##_pad, .gate = SET(gate),           \
     .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
 #define GROUPED_SET(FEW, CONVERT)                                                                                  \
-    GROUPED_FEW_SET(FEW, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,   \
+    GROUPED_FEW_SET(FEW, CONVERT), .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,                            \
     .many = SET(many), .tile = SET(tile)
 #define GROUPED_AVX2_SET GROUPED_FEW_SET(avx2, scalar), BYTE_PANELS(avx2)
 #define GROUPED_NEON_SET(MANY) GROUPED_FEW_SET(scalar, scalar), BYTE_PANELS(MANY)

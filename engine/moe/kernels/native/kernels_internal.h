@@ -12,8 +12,9 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-/* Up to here, or up to a set's own limit below it, an expert's rows are "few": each weight row is streamed once past all
-   of them. Above, panels of weights are packed and multiplied as an outer product. */
+/* Up to here an expert's rows are "few": each weight row is streamed once past all of them, and each of them gets the bits
+   that it gets alone. Above, panels of weights are packed and multiplied as an outer product. Beyond 16 rows the products
+   take several times as long as the reading that is shared, so that a further row hardly saves anything. */
 #define FEW_LIMIT 16
 /* Rows of W in a packed panel, whatever the set; results do not depend on how rows are divided at multiples of it. */
 #define PANEL_ROWS 32
@@ -43,8 +44,8 @@ typedef struct kernel_set {
     int row_element; /* bytes that an input row has for each element of its stride */
     int task_rows;   /* rows of W that one task takes at least: its results are converted by themselves */
     int tile_tokens; /* tokens of a tile */
-    int few_tokens;  /* most tokens of `few` */
-    /* y[m * y_stride + n] (+)= W[n] · x[m], for m < tokens <= few_tokens; x[m] padded with zeros. */
+    /* y[m * y_stride + n] (+)= W[n] · x[m], for m < tokens <= FEW_LIMIT; x[m] padded with zeros. As many tokens as the
+       registers hold pass a few rows of W, then the next ones pass the same rows, which are in a cache by then. */
     void (*few)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *const *x,
                 int64_t tokens, float *y, int64_t y_stride, int add);
     /* The same for any number of tokens, from tiles; `panel`: PANEL_BYTES of scratch. `next`: the first of the rows that

@@ -83,11 +83,11 @@ _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a un
     .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
 /* Panels of weights as the set's own activations are. */
 #define PACKED_SET(FEW, CONVERT)                                                                                   \
-    PACKED_FEW_SET(FEW, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,    \
+    PACKED_FEW_SET(FEW, CONVERT), .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,                             \
     .many = SET(many), .tile = SET(tile)
-/* Panels of bytes, which are faster as soon as `few` would have to open its weights twice. */
+/* Panels of bytes. */
 #define BYTE_PANELS(MANY)                                                                                          \
-    .few_tokens = 8, .element = BYTE_TILE_ELEMENT, .tile_tokens = BYTE_TILE_TOKENS,                                \
+    .element = BYTE_TILE_ELEMENT, .tile_tokens = BYTE_TILE_TOKENS,                                                 \
     .many = pllm_packed_##MANY##_many, .tile = pllm_packed_##MANY##_tile
 #define PACKED_AVX2_SET PACKED_FEW_SET(avx2, avx2), BYTE_PANELS(avx2)
 #define PACKED_NEON_SET(MANY) PACKED_FEW_SET(neon, scalar), BYTE_PANELS(MANY)
@@ -97,7 +97,7 @@ _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a un
 #define FP8_SET PLAIN_SET_OF(few_fp8)
 #define PLAIN_SET_OF(FEW)                                                                                          \
     .element = 4 / PER_WORD, .row_element = 4 / PER_WORD, .task_rows = 16, .tile_tokens = TILE_TOKENS,             \
-    .few_tokens = FEW_LIMIT, .few = SET(FEW), .many = SET(many), .convert = SET(convert), .pad = SET(pad),         \
+    .few = SET(FEW), .many = SET(many), .convert = SET(convert), .pad = SET(pad),                                  \
     .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
 
 #endif

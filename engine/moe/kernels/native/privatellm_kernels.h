@@ -21,7 +21,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 38
+#define PLLM_VERSION 39
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3, PLLM_E_STOPPED = -4 };
 
@@ -97,9 +97,8 @@ PLLM_API void pllm_open_row(const pllm_matrix *matrix, int64_t row, float *to);
 /* Input rows in the form the kernels of `set` read for weights of `dtype`: padded, rounded to bfloat16 for
    PLLM_AVX512_BF16 with PLLM_BF16 weights, to eight bits and a scale for 32 values with packed weights (all packed
    formats alike, and all grouped ones but PLLM_BLOCK_FP8, whose input is rounded as for PLLM_BF16 weights), and in tiles
-   when `few` is 0: of rows that are read, or of more than 16, or of more than 8 where panels of bytes are multiplied. Those
-   are of packed weights with AVX2, AVX-512 VNNI and NEON, and of grouped ones with the latter two. Tiles for them hold the
-   same eight bits, other tiles float32.
+   when `few` is 0: of rows that are read, or of more than 16. Where panels of bytes are multiplied, which are of packed and
+   grouped weights with AVX2, AVX-512 VNNI and NEON, tiles hold the same eight bits, and elsewhere float32.
    What a row gives is the same to the bit whatever other rows are beside it, as long as `few` is the same, and whatever
    the number of threads; between few and many the order of the additions differs. */
 typedef struct pllm_input {

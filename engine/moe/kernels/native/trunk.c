@@ -622,6 +622,8 @@ static void shared_region(int thread, int threads, void *argument) {
     pllm_shared_expert(&w, job->shared_layer);
 }
 
+_Static_assert(PLLM_STEPS == FEW_LIMIT, "steps are few rows for all kernels");
+
 static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (pass->rows < 1 || pass->tokens < 1 || (pass->rows > 1 && pass->tokens > 1) || pass->first_layer < 0 ||
         pass->last_layer > trunk->layer_count || pass->first_layer > pass->last_layer || pass->group_count < 1)

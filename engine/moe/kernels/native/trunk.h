@@ -316,8 +316,8 @@ typedef struct pllm_group {
     int64_t start; /* position of their first token in the pass */
 } pllm_group;
 
-/* Tokens that are few for the kernels of every format: each gets the bits that it would have alone. */
-#define PLLM_STEPS 8
+/* Tokens that are few for all kernels: each gets the bits that it would have alone. */
+#define PLLM_STEPS 16
 
 typedef struct pllm_pass {
     const int32_t *ids;          /* [rows, tokens]; -1 - i: row i of `given` stands in place of an embedding */

@@ -77,7 +77,7 @@ def run(
 def test_a_format_belongs_to_a_matrix(
     pool: Pool, instructions: str, gate: str, up: str, down: str, tokens: int, scale_input: bool
 ) -> None:
-    """Twelve routes of an expert are few for some kernels and many for others."""
+    """An expert has one route, more few routes than registers hold at a time, or many."""
     experts = [expert((gate, up, down), seed) for seed in range(COUNT)]
     assert {unsupported_reason(each) for each in experts} == {None}
     generator = np.random.default_rng(5)
@@ -102,14 +102,14 @@ def test_a_format_belongs_to_a_matrix(
 def test_rows_do_not_depend_on_threads_or_on_each_other(instructions: str, formats: tuple[str, str, str]) -> None:
     experts = [expert(formats, seed) for seed in range(COUNT)]
     generator = np.random.default_rng(7)
-    x = generator.standard_normal((6, HIDDEN)).astype(np.float32)
-    shares = generator.random((6, COUNT)).astype(np.float32)
+    x = generator.standard_normal((16, HIDDEN)).astype(np.float32)
+    shares = generator.random((16, COUNT)).astype(np.float32)
     results = []
     for threads in (1, 3):
         pool = Pool(threads)
         results.append(run(pool, instructions, experts, x, shares))
         results.append(
-            np.concatenate([run(pool, instructions, experts, x[i : i + 1], shares[i : i + 1]) for i in range(6)])
+            np.concatenate([run(pool, instructions, experts, x[i : i + 1], shares[i : i + 1]) for i in range(16)])
         )
         pool.close()
     assert all(result.tobytes() == results[0].tobytes() for result in results)

@@ -15,15 +15,18 @@ from engine.models.formats.number_formats import BLOCKS
 from engine.moe.kernels import bindings
 from engine.moe.kernels.bindings import FORMATS, SETS, CActivation, Expert, Layer, Matrix
 from engine.moe.kernels.pool import Pool
-from tests.engine.moe.kernels.kernel_oracle import GAUSSIAN, CInput, assert_read_alike, error, product
+from tests.engine.moe.kernels.kernel_oracle import GAUSSIAN, assert_read_alike, error, product
 from tests.support.pairwise import pairwise
 
 
 def multiplies_panels_of_bytes(instructions: str) -> bool:
-    """Nine rows are many only for sets that do."""
-    described, dtype, rows, columns = CInput(), FORMATS["Q4_0"], ctypes.c_int64(9), ctypes.c_int64(256)
-    bindings.load().pllm_input_describe(ctypes.byref(described), SETS[instructions], dtype, None, rows, columns, 0)
-    return not described.few
+    """Sets that do round many rows to eight bits; others do not round them."""
+    words, x = random_blocks("Q4_0", 32, 256), np.random.default_rng(0).standard_normal((17, 256)).astype(np.float32)
+    pool, weight = Pool(1), Matrix(words.ctypes.data, 32, 256, 256, FORMATS["Q4_0"], 0)
+    try:
+        return error(product(pool, instructions, weight, x), x @ unpacked("Q4_0", words).astype(np.float64).T) > 1e-4
+    finally:
+        pool.close()
 
 
 AVAILABLE = bindings.available()
@@ -77,7 +80,7 @@ def test_many_rows_are_multiplied_as_the_same_whole_numbers(pool: Pool, instruct
     x = generator.standard_normal((27, columns)).astype(np.float32)
     x[generator.random(x.shape) < 0.005] *= 30
     alone = np.concatenate([product(pool, "scalar", matrix(name, words), x[row : row + 1]) for row in range(len(x))])
-    for rows in (*range(9, 16), 27):
+    for rows in (*range(17, 24), 27):
         found = product(pool, instructions, matrix(name, words), x[:rows])
         np.testing.assert_allclose(found, alone[:rows], rtol=0, atol=2e-6 * float(np.abs(alone).max()))
 
@@ -96,7 +99,7 @@ def test_rows_that_are_passed_in_parts_give_the_same(pool: Pool, instructions: s
     """Several tokens' input is larger than the cache that it is kept in, and is taken in parts; one token's is not."""
     columns = 10240
     words = random_blocks(name, 19, columns)
-    x = np.random.default_rng(6).standard_normal((8, columns)).astype(np.float32)
+    x = np.random.default_rng(6).standard_normal((16, columns)).astype(np.float32)
     together = product(pool, instructions, matrix(name, words), x)
     assert error(together, x @ unpacked(name, words).astype(np.float64).T) < GAUSSIAN
     for row in range(len(x)):

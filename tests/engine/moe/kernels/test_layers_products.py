@@ -19,10 +19,10 @@ from engine.moe.kernels.pool import Pool
 from tests.engine.moe.kernels import test_layers_fp8 as fp8
 from tests.engine.moe.kernels import test_layers_grouped as grouped
 from tests.engine.moe.kernels.kernel_oracle import GAUSSIAN, OUTLIERS, before_a_hole, error, opened, product
-from tests.engine.moe.kernels.test_layers_packed import BYTE_PANELS, columns_of
+from tests.engine.moe.kernels.test_layers_packed import columns_of
 
 AVAILABLE = bindings.available()
-FEW, SOME, MANY = (8, (1, 3, 5, 7)), (16, (9, 14)), (33, (17, 30))
+FEW, MANY = (16, (1, 3, 5, 7, 9, 14)), (33, (17, 30))
 """Rows of input, and fewer of them that are multiplied by the same routine."""
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the native kernels were not built")
@@ -107,11 +107,9 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads(
 ) -> None:
     rows = 323 if form in FP8 else 67
     weight, _ = form.weights(rows, form.columns)
-    # With products of bytes nine rows are many already, and one of them alone is not.
-    together = (FEW, MANY) if form in PACKED and instructions in BYTE_PANELS else (FEW, SOME, MANY)
     alone = Pool(1)
     try:
-        for most, fewer in (*together, *(((16, (1, 3, 5, 14)),) if form in FP8 else ())):
+        for most, fewer in (FEW, MANY):
             x = np.random.default_rng(3).standard_normal((most, form.columns)).astype(np.float32)
             whole = product(pool, instructions, matrix(weight), x)
             for count in fewer:
@@ -129,7 +127,7 @@ def test_nothing_is_read_past_the_words_scales_and_biases(pool: Pool, instructio
     weight, _ = form.weights(rows, columns)
     parts = (StoredTensor(part.dtype, before_a_hole(part.words)) for part in (weight.scales, weight.biases) if part)
     at_the_end = StoredTensor(weight.dtype, before_a_hole(weight.words), *parts)
-    for tokens in (1, 4, 20):
+    for tokens in (1, 4, 13, 20):
         x = np.random.default_rng(4).standard_normal((tokens, columns)).astype(np.float32)
         found = product(pool, instructions, matrix(at_the_end), x)
         assert (found == product(pool, instructions, matrix(weight), x)).all()

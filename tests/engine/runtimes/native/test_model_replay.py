@@ -36,7 +36,7 @@ from tests.support.pairwise import in_turn
 pytestmark = needs_kernels
 
 TinyModel = Callable[..., Path]
-COUNTS = [STEPS_TOGETHER, 3, 1, 2, STEPS_TOGETHER, 5, STEPS_TOGETHER]
+COUNTS = [STEPS_TOGETHER, 3, 1, 2, 9, 5, STEPS_TOGETHER]
 
 
 def two_ways(
@@ -74,8 +74,8 @@ def assert_equal(model: LoadedModel, prompt: int = 30, counts: list[int] = COUNT
     assert len(found) > 2 and found == expected
 
 
-LENGTHS = (3, 40, 17, 131, 8, 64)
-STEPS = 7
+LENGTHS = (3, 40, 17, 131, 8, 64, 1, 22, 5, 33, 12, 2, 50, 9)
+STEPS = 5
 
 
 def conversations(model: LoadedModel, lengths: Sequence[int]) -> list[TokenRows]:

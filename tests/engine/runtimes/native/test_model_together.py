@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.runtimes.native.test_model_replay import LENGTHS, STEPS, assert_alone, content, conversations
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
+from tests.engine.runtimes.subjects import NATIVE, StoredModel
 
 pytestmark = needs_kernels
 
@@ -26,11 +27,24 @@ def test_where_attention_is_cut_into_parts(key_values: str, tiny_model: TinyMode
         "max_position_embeddings": 8192,
     }
     model = load_native(tiny_model("qwen3_moe", **options), key_values=key_values)
-    assert_alone(model, (4090, 5, 255, 1100, 256, 2))
+    assert_alone(model, (4090, 5, 255, 1100, 256, 2, 1, 31, 300, 16, 17, 90, 4, 64))
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "Q4_K_M", "MXFP4", "mlx-4-bit"])
+def test_any_number_of_threads(stored: str, stored_model: StoredModel) -> None:
+    """All rows of a pass are of different texts, and some experts are chosen by more of them than registers hold."""
+    folder, found = stored_model(NATIVE, "qwen2_moe", stored), []
+    for threads in (1, 3):
+        model = NATIVE.load(folder, cpu_threads=threads)
+        assert_alone(model)
+        rows = conversations(model, LENGTHS)
+        logits = model.step_together([(each, [5 + 7 * number % 80]) for number, each in enumerate(rows)])
+        found.append([each.tobytes() for each in logits])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_next", "deepseek_v3", "gemma3_text", "qwen4_exp_text"])
-@pytest.mark.parametrize("widths", [(2, 1, 3), (1, 4)])
+@pytest.mark.parametrize("widths", [(2, 1, 3), (1, 4), (9, 2, 5)])
 def test_searches_beside_answers(family: str, widths: Sequence[int], tiny_model: TinyModel) -> None:
     """Rows that share a prompt are one part of the pass, and move as before."""
     model = load_native(tiny_model(family))
