@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import comb
 
-from engine.planning.calibration import Calibration, Curve
+from engine.planning.calibration import GUESSED_CPU, Calibration, Curve
 from engine.planning.memory import ModelSizes, expected_distinct_experts
 from engine.planning.policy import ActiveExpert, Policy
 
@@ -175,10 +175,12 @@ def cpu_step_s(
 ) -> float:
     """Seconds of a decoding step of ``rows`` independent rows with everything on the CPU.
 
-    The trunk is read once, at ``read_share`` of the memory rate, and each expert that any row uses once.
+    The trunk is read once, at ``read_share`` of the memory rate, and each expert that any row uses once. More rows take
+    as many times as long in the trunk as in an expert.
     """
-    per_s = _operations_rate(calibration.cpu, calibration, model)
-    trunk = _trunk(model, rows, read_share * calibration.memory_read, per_s, rows)
+    rate = read_share * calibration.memory_read
+    longer = calibration.cpu.at(rows) / calibration.cpu.at(1)
+    trunk = (longer * model.trunk_read_bytes + rows * model.cache_bytes(DECODE_CONTEXT)) / rate
     chances = tuple(min(1.0, min(model.experts_per_token, model.experts) * share) for share in shares.of)
     return model.layers * layer_overhead_s + trunk + model.moe_layers * experts_s(calibration.cpu, chances, rows)
 
@@ -201,10 +203,11 @@ def experts_s(curve: Curve, chances: Sequence[float], rows: int) -> float:
 
 def streaming_step_s(model: ModelSizes, memory_read: float, layer_overhead_s: float = 0.0, rows: int = 1) -> float:
     """Seconds of a decoding step of ``rows`` rows on the CPU if it takes the time of streaming its weights; for models
-    without a calibration."""
+    without a calibration. Many rows take that of the trunk's operations on a processor that is guessed."""
     distinct = expected_distinct_experts(model.experts, model.experts_per_token, rows)
     used = distinct * model.moe_layers * model.slab_bytes
-    return model.layers * layer_overhead_s + (_trunk_bytes_read(model, rows) + used) / memory_read
+    per_s = GUESSED_CPU.operations_rate * memory_read / GUESSED_CPU.memory_rate
+    return model.layers * layer_overhead_s + _trunk(model, rows, memory_read, per_s, rows) + used / memory_read
 
 
 @lru_cache(maxsize=4096)

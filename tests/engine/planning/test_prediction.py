@@ -72,6 +72,12 @@ def test_one_row_is_the_step_that_is_predicted_alone() -> None:
     )
 
 
+def test_more_rows_take_as_many_times_as_long_in_the_trunk_as_in_an_expert() -> None:
+    experts = 4 * experts_s(CALIBRATION.cpu, [0.25] * 8, 8)
+    trunk = (1.5 * 600_000_000 + 8 * DECODE_CONTEXT * 100_000) / 10e9
+    assert cpu_step_s(MODEL, CALIBRATION, Shares.even(8), rows=8) == pytest.approx(trunk + experts)
+
+
 @given(st.sampled_from([Shares.even(8), Shares((0.5, 0.3, 0.1, 0.05, 0.03, 0.01, 0.01, 0.0))]))
 def test_more_rows_take_longer_but_less_each(shares: Shares) -> None:
     seconds = [cpu_step_s(MODEL, CALIBRATION, shares, 1e-4, rows=rows) for rows in range(1, 17)]
@@ -88,6 +94,13 @@ def test_what_streams_reads_the_trunk_once_and_the_texts_of_all() -> None:
     assert streaming_step_s(replace(MODEL, experts=0, moe_layers=0), 1e9) == pytest.approx(
         (600_000_000 + DECODE_CONTEXT * 100_000) / 1e9
     )
+
+
+def test_what_streams_does_not_multiply_any_number_of_rows_meanwhile() -> None:
+    """A guessed processor reads 40 and multiplies 1000 billion; the trunk has 300 million numbers of 16 bits."""
+    model = replace(MODEL, experts=0, moe_layers=0, key_value_bytes_per_token=0)
+    assert streaming_step_s(model, 40e9, rows=16) == streaming_step_s(model, 40e9) == pytest.approx(0.015)
+    assert streaming_step_s(model, 40e9, rows=100) == pytest.approx(100 * 2 * 0.3e9 / 1e12)
 
 
 def test_answers_beyond_a_pass_take_turns() -> None:
