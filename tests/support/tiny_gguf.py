@@ -79,6 +79,7 @@ ARCHITECTURES = {
     "kimi_linear": "kimi-linear",
     "bailing_hybrid": "bailingmoe3",
     "glm5_next_text": "glm5-next",
+    "deepseek_v4": "deepseek4",
     "gemma2": "gemma2",
     "afmoe": "afmoe",
     "mimo_v2_flash": "mimo2",
@@ -103,7 +104,7 @@ _ONE_ADDED = ("gemma2", "gemma3", "step35")
 """Architectures to whose norms' weights one is added."""
 MAMBAS = ("granitehybrid", *NEMOTRONS)
 _EXPERT = re.compile(
-    r"(?:model|backbone)\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(\d+)\.(\w+)\.weight"
+    r"(?:model|backbone)\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward|mixer|ffn)\.experts\.(\d+)\.(\w+)\.weight"
 )
 _SHORT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
@@ -267,8 +268,11 @@ def write_tiny_gguf(
     tables: dict[str, Floats] = {}
     streams: dict[str, dict[str, Floats]] = {}
     for name, tensor in _tensors(source).items():
-        if tensor.dtype == np.int64:  # what follows from the metadata
+        if tensor.dtype == np.int64:
             true[name] = tensor  # type: ignore[assignment]
+            if architecture == "deepseek4":  # others follow from the metadata
+                table = tensor.astype(np.int32)
+                written.append((gguf_name(name, architecture), table, GGMLQuantizationType.I32))
             continue
         values = tensor.astype(np.float32)
         if ".ngram_embedding." in name:
@@ -361,7 +365,7 @@ def _of(dimensions: int, words: NDArray[Any]) -> NDArray[Any]:
 
 _PLAIN = (
     *("ffn_gate_inp", "exp_probs_b", "conv1d", "shortconv.conv", "ssm_norm", "_coef"),
-    *("compressor_ape", "hc_attn_fn", "hc_ffn_fn"),
+    *("compressor_ape", "hc_attn_fn", "hc_ffn_fn", "output_hc_fn"),
 )
 _PLAIN_VECTORS = (".ssm_a", ".ssm_d")
 """Parts of the names of tensors that the converter never packs though they have several dimensions."""
@@ -673,6 +677,13 @@ def whole_blocks(family: str) -> dict[str, Any]:
     if family == "glm5_next_text":
         sizes |= {"linear_num_heads": 8, "linear_head_dim": 256, "q_lora_rank": 256, "index_head_dim": 128}
         sizes |= {"index_topk": 64}
+    if family == "deepseek_v4":
+        del sizes["num_hidden_layers"]
+        sizes |= {"num_key_value_heads": 1, "head_dim": 64, "partial_rotary_factor": 0.5, "q_lora_rank": 256}
+        sizes |= {"o_groups": 2, "o_lora_rank": 128, "index_head_dim": 128, "index_topk": 64}
+        sizes |= {"intermediate_size": 256, "hc_mult": 4}
+        # llama.cpp knows no other.
+        sizes["compress_rates"] = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
     if family in _INDEXED:
         # Indexers choose all positions of short texts: whose rounding of packed weights chose better would be chance.
         sizes |= {"index_head_dim": 128, "index_topk": 64}

@@ -46,7 +46,8 @@ def write_metadata(
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    width = config.get("intermediate_size_mlp", config["intermediate_size"])
+    width = next(config[f"{kind}intermediate_size"] for kind in ("", "moe_") if f"{kind}intermediate_size" in config)
+    width = config.get("intermediate_size_mlp", width)
     shared = config.get("num_kv_shared_layers") or 0
     if architecture in NEMOTRONS:
         width = config["moe_intermediate_size"] if architecture == "nemotron_h_moe" else width
@@ -74,6 +75,8 @@ def write_metadata(
         _write_limits(writer, config)
     elif architecture == "gemma3n":
         _write_altup(writer, config)
+    elif architecture == "deepseek4":
+        _write_compressed_keys(writer, config)
     elif architecture in KIMI_DELTAS:
         writer.add_head_count_kv([heads if kind != "linear_attention" else 0 for kind in config["layer_types"]])
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
@@ -94,7 +97,7 @@ def write_metadata(
         norms = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
         writer.add_layer_norm_rms_eps(next(config[name] for name in norms if config.get(name)))
     rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10_000.0}
-    base = rope.get("full_attention", rope)["rope_theta"]
+    base = rope.get("full_attention", rope.get("main", rope))["rope_theta"]
     if "alpha" in rope:
         base *= rope["alpha"] ** (config["head_dim"] / (config["head_dim"] - 2))
     writer.add_rope_freq_base(base)
@@ -153,7 +156,9 @@ def write_metadata(
         writer.add_expert_weights_norm(True)
         writer.add_expert_weights_scale(config["route_scale"])
         writer.add_sliding_window(config["sliding_window"])
-    elif architecture != "nemotron_h" and (config.get("n_shared_experts") or config.get("num_shared_experts")):
+    elif architecture not in ("nemotron_h", "deepseek4") and (
+        config.get("n_shared_experts") or config.get("num_shared_experts")
+    ):
         _write_shared(writer, config)
     if architecture in ("glm4moe", "glm4", "minimax-m2"):
         writer.add_rope_dimension_count(
@@ -253,16 +258,42 @@ def _write_streams(writer: GGUFWriter, config: dict[str, Any]) -> None:
 def _write_pools(writer: GGUFWriter, config: dict[str, Any]) -> None:
     """glm5-next's pools of tokens, residual streams, and limits."""
     writer.add_float32("glm5-next.kda.gate_lower_bound", config["linear_lower_bound"])
-    writer.add_swiglu_clamp_exp([config["swiglu_limit"]] * config["num_hidden_layers"])
-    writer.add_float32("glm5-next.hyper_connection.epsilon", config["hc_eps"])
     writer.add_bool("glm5-next.attention.indexer.kpool_select_tail", config["index_kpool_always_select_tail"])
-    numbers = {
-        "hyper_connection.count": config["hc_mult"],
-        "hyper_connection.sinkhorn_iterations": config["hc_sinkhorn_iters"],
-        "attention.indexer.kpool": config["index_kpool"],
-    }
-    for key, value in numbers.items():
-        writer.add_uint32(f"glm5-next.{key}", value)
+    writer.add_uint32("glm5-next.attention.indexer.kpool", config["index_kpool"])
+    _write_mixed_streams(writer, config)
+
+
+def _write_mixed_streams(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """Residual streams that doubly stochastic matrices mix, and the limit of networks beside them."""
+    writer.add_swiglu_clamp_exp([config["swiglu_limit"]] * config["num_hidden_layers"])
+    writer.add_float32(f"{writer.arch}.hyper_connection.epsilon", config["hc_eps"])
+    writer.add_uint32(f"{writer.arch}.hyper_connection.count", config["hc_mult"])
+    writer.add_uint32(f"{writer.arch}.hyper_connection.sinkhorn_iterations", config["hc_sinkhorn_iters"])
+
+
+def _write_compressed_keys(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """deepseek4's compressed keys, routers, residual streams, and limits."""
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_indexer_head_count(config["index_n_heads"])
+    writer.add_indexer_key_length(config["index_head_dim"])
+    writer.add_indexer_top_k(config["index_topk"])
+    rates = {"sliding_attention": 0, **config["compress_rates"]}
+    writer.add_array("deepseek4.attention.compress_ratios", [rates[kind] for kind in config["layer_types"]])
+    writer.add_uint32("deepseek4.attention.output_group_count", config["o_groups"])
+    writer.add_uint32("deepseek4.attention.output_lora_rank", config["o_lora_rank"])
+    writer.add_float32("deepseek4.attention.compress_rope_freq_base", config["compress_rope_theta"])
+    writer.add_uint32("deepseek4.hash_layer_count", config["mlp_layer_types"].count("hash_moe"))
+    writer.add_uint32("deepseek4.embedding_length_out", config["hidden_size"] * config["hc_mult"])
+    writer.add_uint32("deepseek4.expert_gating_func", 4)  # the root of the softplus
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["rope_parameters"]["compress"]["rope_type"] == "yarn":
+        _write_yarn(writer, config["rope_parameters"]["compress"])
+    _write_mixed_streams(writer, config)
 
 
 def _write_latents(writer: GGUFWriter, config: dict[str, Any], layout: Layout) -> None:

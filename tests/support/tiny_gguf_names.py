@@ -141,6 +141,51 @@ _UNKNOWN_TO_GGUF = {
 """Names that the converter makes by itself, by the end of the name of a layer's tensor."""
 
 
+_DEEPSEEK4 = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "head.weight": "output.weight",
+    "attn.attn_sink": "attn_sinks.weight",
+    "attn.norm": "attn_kv_a_norm",
+    "attn.q_norm": "attn_q_a_norm",
+    "attn.wq_a": "attn_q_a",
+    "attn.wq_b": "attn_q_b",
+    "attn.wkv": "attn_kv",
+    "attn.wo_a": "attn_output_a",
+    "attn.wo_b": "attn_output_b",
+    "attn.indexer.wq_b": "indexer.attn_q_b",
+    "attn.indexer.weights_proj": "indexer.proj",
+    "ffn.gate.weight": "ffn_gate_inp.weight",
+    "ffn.gate.bias": "exp_probs_b.bias",
+    "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
+    "ffn.shared_experts.w1": "ffn_gate_shexp",
+    "ffn.shared_experts.w2": "ffn_down_shexp",
+    "ffn.shared_experts.w3": "ffn_up_shexp",
+    "attn_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+}
+"""Names in published files of DeepSeek V4, and the converter's, both within a layer, and with what follows or not."""
+
+
+def _deepseek4_name(name: str) -> str:
+    if name in _DEEPSEEK4:
+        return _DEEPSEEK4[name]
+    if name.startswith("model.hc_head."):
+        return f"output_{name.rpartition('.')[2]}.weight"
+    _, _, layer, rest = name.split(".", 3)
+    stem, _, kind = rest.rpartition(".")
+    if rest in _DEEPSEEK4:
+        return f"blk.{layer}.{_DEEPSEEK4[rest]}"
+    if stem in _DEEPSEEK4:
+        return f"blk.{layer}.{_DEEPSEEK4[stem]}.{kind}"
+    if ".compressor." in rest:
+        whose = "indexer" if ".indexer." in rest else "attn"
+        short = rest.removesuffix(".weight").rpartition(".")[2].removeprefix("w")
+        return f"blk.{layer}.{whose}_compressor_{short}.weight"
+    assert rest.startswith("hc_"), name
+    return f"blk.{layer}.{rest}.weight"
+
+
 @functools.cache
 def _names_of(architecture: str) -> Any:
     known = next(each for each, name in MODEL_ARCH_NAMES.items() if name == architecture)
@@ -163,6 +208,8 @@ def gguf_name(name: str, architecture: str = "") -> str:
         if ".indexer." in rest:
             return gguf_name(name, "glm-dsa")
         return gguf_name(name, "kimi-linear")
+    if architecture == "deepseek4":
+        return _deepseek4_name(name)
     if architecture in BY_GGUF:
         for ours, theirs in _UNKNOWN_TO_GGUF.items():
             if name.endswith(ours):

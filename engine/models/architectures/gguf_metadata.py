@@ -21,7 +21,8 @@ _LARGEST = {"block_count": MOST_LAYERS}
 @dataclass(frozen=True)
 class NamedTensor:
     """A tensor of the checkpoint: rows ``first`` to ``first + rows`` of the file's tensor ``source``, all of them if
-    ``rows`` is None. ``shape`` is the checkpoint's, ``stored`` that of the whole tensor in the file."""
+    ``rows`` is None. ``shape`` is the checkpoint's, ``stored`` that of the whole tensor in the file. ``whole_numbers``:
+    it holds some of four bytes (I32), not weights."""
 
     source: str
     name: str
@@ -29,11 +30,12 @@ class NamedTensor:
     stored: Shape
     first: int = 0
     rows: int | None = None
+    whole_numbers: bool = False
 
     @classmethod
-    def whole(cls, source: str, name: str, shape: Shape) -> NamedTensor:
+    def whole(cls, source: str, name: str, shape: Shape, whole_numbers: bool = False) -> NamedTensor:
         """A tensor that has the same shape in the file and in the checkpoint."""
-        return cls(source, name, shape, shape)
+        return cls(source, name, shape, shape, whole_numbers=whole_numbers)
 
 
 def tensor_of(gguf: GgufFile, name: str) -> GgufTensor:

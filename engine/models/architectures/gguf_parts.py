@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.architectures.gguf_metadata import Metadata
+from engine.errors import ModelError, shown
+from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.model_files import Change, Order
 
@@ -100,6 +102,41 @@ def limits(metadata: Metadata, key: str, layers: int) -> Any:
     if isinstance(stated, list):
         return stated[:layers]
     return None if stated is None else [stated] * layers
+
+
+def one_limit(metadata: Metadata, layers: int) -> float:
+    """The limit within networks and experts of all of the first ``layers`` layers. Raises ModelError if there is none,
+    or several."""
+    networks = limits(metadata, "swiglu_clamp_exp", layers) or []
+    stated = {*networks, *(limits(metadata, "swiglu_clamp_shexp", layers) or networks)}
+    if len(stated) != 1 or not all(isinstance(limit, float) and 0 < limit < math.inf for limit in stated):
+        raise ModelError(
+            f"{metadata.file.path} limits networks by {shown(sorted(stated, key=str))}, and one limit of all layers "
+            "runs; use another file of this model."
+        )
+    return float(stated.pop())
+
+
+def stream_settings(metadata: Metadata) -> dict[str, Any]:
+    """Settings of residual streams that doubly stochastic matrices mix. Raises ModelError for a number that is missing
+    or impossible."""
+    return {
+        "hc_mult": metadata.number("hyper_connection.count"),
+        "hc_sinkhorn_iters": metadata.number("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": metadata.short_real("hyper_connection.epsilon", 1e-6),
+    }
+
+
+def stream_tensors(config: Mapping[str, Any], template: str) -> Iterator[NamedTensor]:
+    """The tensors that mix these streams before and after attention and network of each layer. ``template``: their name
+    within a layer, with ``{}`` for the part (attn or ffn) and for what it is (fn, base or scale)."""
+    count, hidden = config["hc_mult"], config["hidden_size"]
+    mixes = (2 + count) * count
+    for layer in range(config["num_hidden_layers"]):
+        for part in ("attn", "ffn"):
+            for name, shape in (("fn", (mixes, count * hidden)), ("base", (mixes,)), ("scale", (3,))):
+                target = f"model.layers.{layer}.{template.format(part, name)}"
+                yield NamedTensor.whole(f"blk.{layer}.hc_{part}_{name}.weight", target, shape)
 
 
 def sliding_layers(metadata: Metadata, interval: int) -> list[str]:

@@ -92,7 +92,7 @@ def _keys_of_others(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _entry(gguf: GgufFile, tensor: GgufTensor, wanted: NamedTensor) -> TensorEntry:
     number_format = tensor.format
-    if number_format not in GGML_TYPES.values():
+    if number_format not in (("I32",) if wanted.whole_numbers else GGML_TYPES.values()):
         raise UnreadableFormat(gguf.path, tensor.name, number_format)
     start = tensor.offset + stored_bytes(number_format, (wanted.first, *wanted.shape[1:]))
     return TensorEntry(number_format, wanted.shape, start, start + stored_bytes(number_format, wanted.shape))
@@ -268,9 +268,9 @@ def _experts(
     here: str,
     target: str,
 ) -> Iterator[NamedTensor]:
-    assert moe.router is not None
     hidden, width, count, ffn = config["hidden_size"], routed.hidden, routed.count, routed.ffn
-    yield from _router(gguf, moe, config, count, here, target)
+    if moe.router is not None:
+        yield from _router(gguf, moe, config, count, here, target)
     if moe.shared == "network":
         for source, name in (
             ("pre_ffw_norm_2", "pre_feedforward_layernorm_2"),
@@ -292,7 +292,7 @@ def _experts(
         for short, shape in stacked.items():
             name = f"ffn_{short}_exps.weight"
             yield NamedTensor.whole(here + name, target + name, (count, *shape))
-    if moe.router.bias:
+    if moe.router is not None and moe.router.bias:
         bias = target + moe.router.names[0].removesuffix("weight") + "bias"
         yield NamedTensor.whole(here + "ffn_gate_inp.bias", bias, (count,))
         for short, (rows, _) in shapes.items():

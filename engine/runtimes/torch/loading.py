@@ -31,6 +31,8 @@ BUILDING = threading.Lock()
 """Lock held while transformers builds a model, because it then replaces methods of its classes for all threads."""
 
 _LAYER = re.compile(r"\.(?:layers|blocks)\.(\d+)\.")
+_TABLE = ".tid2eid"
+"""End of the names of tables that choose experts by the token (deepseek_v4)."""
 
 
 def read_config(folder: Path, stored: dict[str, Any]) -> Any:
@@ -130,7 +132,10 @@ def fill_trunk(
         if kernels is not None and wanted == dtype and name.endswith(".weight"):
             packed = packed_module(model.get_submodule(owner), tensor, change, kernels, dtype)
         if packed is None:
-            put(model, name, numbers_on(device, tensor, wanted, change))
+            numbers = numbers_on(device, tensor, wanted, change)
+            if name.endswith(_TABLE):
+                _check_table(stored_name, numbers, model.config.num_local_experts)
+            put(model, name, numbers)
         else:
             _replace(model, owner, packed)
         filled.add(name)
@@ -138,6 +143,15 @@ def fill_trunk(
         progress("reading the trunk", min(done, total), total, "bytes")
     _tie(model, expected.keys() - filled, kernels)
     fill_buffers(model, device)
+
+
+def _check_table(name: str, table: torch.Tensor, experts: int) -> None:
+    """Raises ModelError if ``table`` names an expert that there is not."""
+    least, largest = (int(number) for number in table.aminmax())
+    if least < 0 or largest >= experts:
+        raise ModelError(
+            f"Tensor {name} names the expert {least if least < 0 else largest} of {experts}; fetch the model again."
+        )
 
 
 def _renamed(

@@ -118,3 +118,13 @@ def test_codes_that_do_not_fit_their_scales_are_a_sentence(both: tuple[Path, Pat
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"in groups of 32 does not fit to its scales"):
         TORCH.load(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("expert", [-1, 8])
+def test_a_table_that_names_an_expert_that_there_is_not_is_a_sentence(both: tuple[Path, Path], expert: int) -> None:
+    folder, _ = both
+    tensors = load_file(folder / "model.safetensors")
+    tensors["layers.1.ffn.gate.tid2eid"][5, 1] = expert
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"gate\.tid2eid names the expert {expert} of 8"):
+        TORCH.load(folder, dtype="float32")

@@ -34,8 +34,15 @@ PLAIN_FOR = {"gemma3n_text": 0.01}
 FAMILIES = tuple(family for family in ARCHITECTURES if family != "mistral")
 """Families of which llama.cpp computes the same: it takes a mistral file for a llama without a window."""
 
-CHOSEN = {"index_topk": 13}
-"""Indexers choose few positions where weights are not rounded."""
+CHOSEN: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"index_topk": 13},
+    "glm_moe_dsa": {"index_topk": 13},
+    "glm5_next_text": {"index_topk": 8},
+    "deepseek_v4": {"index_topk": 3},
+}
+"""Indexers choose few positions, pools or compressed keys where weights are not rounded."""
+LONG = {"deepseek_v4": 300}
+"""Tokens of a text of which heavily compressed attention has keys."""
 
 ALIKE_FOR: dict[str, dict[str, Any]] = {
     "olmoe": {"clip_qkv": None},
@@ -55,8 +62,8 @@ def errors(folder: Path, family: str, kind: str, prompts: int) -> tuple[list[flo
     """Our errors and llama.cpp's at each step of each prompt, relative to transformers' logits on what the weights
     stand for."""
     options = whole_blocks(family) | ALIKE_FOR.get(family, {})
-    if kind == "F32" and family in ("deepseek_v32", "glm_moe_dsa"):
-        options |= CHOSEN
+    if kind == "F32":
+        options |= CHOSEN.get(family, {})
     source = write_tiny_model(folder / "source", family, **options)
     truth, path = folder / "truth", folder / f"{kind}.gguf"
     write_tiny_gguf(path, source, ARCHITECTURES[family], quantised=GGMLQuantizationType[kind], truth=truth)
@@ -65,7 +72,7 @@ def errors(folder: Path, family: str, kind: str, prompts: int) -> tuple[list[flo
     ours: list[float] = []
     theirs: list[float] = []
     for seed in range(prompts):
-        tokens = prompt_of(24, seed)
+        tokens = prompt_of(LONG.get(family, 24) if kind == "F32" else 24, seed)
         answer, wanted = library_run(truth, tokens, chunks=1)
         ours += steps_apart(our_run(model, tokens, 1, answer), wanted)
         found = [engine.prompt(tokens)]

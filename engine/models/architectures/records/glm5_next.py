@@ -4,12 +4,11 @@ their own."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from engine.errors import ModelError, damaged, shown
+from engine.errors import damaged, shown
 from engine.models.architectures import gguf_kda, gguf_latent, gguf_parts
 from engine.models.architectures.config_values import setting, whole_number
 from engine.models.architectures.gguf_latent import FULL, SHARED
@@ -70,57 +69,36 @@ def _with_indexers(config: Config, layers: int) -> list[int]:
 
 
 def _settings(metadata: Metadata) -> dict[str, Any]:
-    """Raises ModelError for layers whose limits of networks differ, which no model of this family has."""
-    found = gguf_kda.settings(metadata) | gguf_latent.indexed_settings(metadata)
-    layers, least = found["num_hidden_layers"], metadata.get("kda.gate_lower_bound")
-    networks = gguf_parts.limits(metadata, "swiglu_clamp_exp", layers) or []
-    shared = gguf_parts.limits(metadata, "swiglu_clamp_shexp", layers) or networks
-    limits = {*networks, *shared}
-    if len(limits) != 1 or not all(isinstance(limit, float) and 0 < limit < math.inf for limit in limits):
-        raise ModelError(
-            f"{metadata.file.path} limits networks by {shown(sorted(limits, key=str))}, and one limit of all layers "
-            "runs; use another file of this model."
-        )
-    dense = found.pop("first_k_dense_replace")
-    return found | {
+    """Raises ModelError for a number that is missing or impossible, and for several limits of networks."""
+    settings = gguf_kda.settings(metadata) | gguf_latent.indexed_settings(metadata)
+    layers, least = settings["num_hidden_layers"], metadata.get("kda.gate_lower_bound")
+    dense = settings.pop("first_k_dense_replace")
+    return settings | {
         "rope_parameters": {},
         "indexer_types": gguf_latent.indexer_types(metadata, layers) or [FULL] * layers,
         "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)],
-        "num_local_experts": found["n_routed_experts"],
+        "num_local_experts": settings["n_routed_experts"],
         "linear_head_dim": metadata.number("kda.head_dim"),
         "linear_num_heads": metadata.number("attention.head_count"),
         "linear_lower_bound": least,
-        "swiglu_limit": limits.pop(),
+        "swiglu_limit": gguf_parts.one_limit(metadata, layers),
         "index_kpool": metadata.number("attention.indexer.kpool"),
         "index_kpool_always_select_tail": bool(metadata.get("attention.indexer.kpool_select_tail", False)),
-        "hc_mult": metadata.number("hyper_connection.count"),
-        "hc_sinkhorn_iters": metadata.number("hyper_connection.sinkhorn_iterations"),
-        "hc_eps": metadata.short_real("hyper_connection.epsilon", 1e-6),
+        **gguf_parts.stream_settings(metadata),
     }
 
 
-def _mixer(gguf: GgufFile, config: Config, here: str, there: str) -> Iterator[NamedTensor]:
+def _mixer(gguf: GgufFile, config: Config, here: str, target: str) -> Iterator[NamedTensor]:
     """The tensors of a layer's delta-net, or of its attention and its indexer."""
     layer = int(here.split(".")[1])
     if config["layer_types"][layer] == "linear_attention":
-        yield from gguf_kda.tensors(_delta)(gguf, config, here, there)
+        yield from gguf_kda.tensors(_delta)(gguf, config, here, target)
         return
-    yield from gguf_latent.indexed_shapes(_with_indexers)(gguf, config, here, there)
+    yield from gguf_latent.indexed_shapes(_with_indexers)(gguf, config, here, target)
     if layer in _with_indexers(config, config["num_hidden_layers"]):
-        width, prefix = config["index_head_dim"], there + "self_attn.indexer.index_kpool_compress_"
+        width, prefix = config["index_head_dim"], target + "self_attn.indexer.index_kpool_compress_"
         for short, rows in (("ape", (config["index_kpool"], width)), ("gate", (width, config["hidden_size"]))):
             yield NamedTensor.whole(f"{here}indexer_compressor_{short}.weight", prefix + short, rows)
-
-
-def _streams(gguf: GgufFile, config: Config) -> Iterator[NamedTensor]:
-    """The tensors that mix residual streams."""
-    count, hidden = config["hc_mult"], config["hidden_size"]
-    mixes = (2 + count) * count
-    for layer in range(config["num_hidden_layers"]):
-        for part in ("attn", "ffn"):
-            for name, shape in (("fn", (mixes, count * hidden)), ("base", (mixes,)), ("scale", (3,))):
-                stored = f"blk.{layer}.hc_{part}_{name}.weight"
-                yield NamedTensor.whole(stored, f"model.layers.{layer}.hc_{part}_{name}", shape)
 
 
 def _blocks(config: Config) -> BlockChoice:
@@ -186,7 +164,7 @@ FAMILIES = (
             settings=_settings,
             own_heads=True,
             mixer=_mixer,
-            further=_streams,
+            further=lambda gguf, config: gguf_parts.stream_tensors(config, "hc_{}_{}"),
             changes=gguf_kda.changes,
         ),
     ),

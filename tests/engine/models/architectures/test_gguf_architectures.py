@@ -112,6 +112,28 @@ def test_indexers_that_cannot_be_are_refused(
         open_gguf(path, quiet)
 
 
+@pytest.mark.parametrize(("key", "value"), [("expert_gating_func", 2), ("expert_weights_norm", False)])
+def test_another_router_of_deepseek_v4_is_refused(
+    tmp_path: Path, sources: Callable[[str], Path], key: str, value: int
+) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", sources("deepseek_v4"), "deepseek4", extra={key: value})
+    with pytest.raises(ModelError, match=r"routes by the function [24] with weights (not )?divided by their sum"):
+        open_gguf(path, quiet)
+
+
+def test_a_table_of_experts_holds_whole_numbers_and_no_other_tensor_does(
+    tmp_path: Path, sources: Callable[[str], Path]
+) -> None:
+    gguf = GgufFile(write_tiny_gguf(tmp_path / "m.gguf", sources("deepseek_v4"), "deepseek4"))
+    for name, number_format in (("blk.0.ffn_gate_tid2eid.weight", "F32"), ("blk.0.attn_kv.weight", "I32")):
+        sound = gguf.tensors[name]
+        gguf.tensors = gguf.tensors | {name: replace(sound, format=number_format)}
+        with pytest.raises(ModelError, match=f"{name} is stored as {number_format}, which cannot be run"):
+            entries_of(gguf, architecture_of(gguf), config_of(gguf))
+        gguf.tensors = gguf.tensors | {name: sound}
+    assert entries_of(gguf, architecture_of(gguf), config_of(gguf))
+
+
 def test_layers_of_glm_next_have_indexers_of_their_own_unless_the_file_says_otherwise(
     tmp_path: Path, sources: Callable[[str], Path]
 ) -> None:

@@ -166,7 +166,7 @@ def test_kinds_of_layers_are_those_of_transformers(family: Family) -> None:
     assert layer_kinds({"model_type": family.model_type, "num_hidden_layers": len(kinds)}) == kinds
 
 
-NEWER_THAN_GGUF = ("glm5-next", "hy_v3", "qwen4exp", "bailingmoe3", "deepseek32")
+NEWER_THAN_GGUF = ("glm5-next", "deepseek4", "hy_v3", "qwen4exp", "bailingmoe3", "deepseek32")
 """Architectures that llama.cpp has, and not yet the gguf package that is installed here."""
 
 
