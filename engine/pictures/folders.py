@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.models.architectures.gguf_tower import Axes, added_to, moved_axes, tower_entries
+from engine.models.architectures.gguf_tower import Axes, added_to, heads_of, moved_axes, tower_entries
 from engine.models.folders.checkpoint import EXPERT_DTYPES, safetensors_headers
 from engine.models.folders.model_folder import TOWER
 from engine.models.formats.gguf_file import GgufFile
@@ -82,11 +82,12 @@ def tower_tensors(folder: Path, sight: Sight) -> dict[str, TowerTensor]:
     if home != folder:
         path = next(home.glob("*.gguf"))
         with GgufFile(path) as gguf:
+            heads = heads_of(gguf)
             return {
                 name: TowerTensor(
                     path,
                     entries,
-                    moved_axes(name, entries[0].shape) if len(entries) == 1 else None,
+                    moved_axes(name, entries[0].shape, heads) if len(entries) == 1 else None,
                     added_to(name),
                 )
                 for name, entries in tower_entries(gguf).items()

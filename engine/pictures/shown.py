@@ -68,8 +68,10 @@ class ShownPictures:
     def ids_of(self, digest: bytes) -> list[int]:
         """The ids of the tokens of a picture that was shown, by its digest."""
         number = self._numbers[digest]
-        first = -1 - number * _MOST
-        return list(range(first, first - self._grids[number].tokens, -1))
+        grid, first = self._grids[number], -1 - number * _MOST
+        rows = (range(first - row * grid.columns, first - (row + 1) * grid.columns, -1) for row in range(grid.rows))
+        tokens = [token for row in rows for token in (*row, *self.sight.between)]
+        return tokens[: grid.tokens]
 
     def whole(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Beginnings and ends in ``tokens`` of what has to be in one pass: pictures whose tokens see each other."""
@@ -86,7 +88,7 @@ class ShownPictures:
     def put(self, digest: bytes, rows: Rows) -> None:
         """Keep the tower's ``rows`` of a picture that was shown, each as wide as those of :class:`PicturePass`."""
         number = self._numbers[digest]
-        if rows.shape != (self._grids[number].tokens, self._width):
+        if rows.shape != (self._grids[number].seen, self._width):
             raise ValueError(f"rows of the shape {rows.shape} for {self._grids[number]}")
         self._rows[number] = rows
 
@@ -105,8 +107,8 @@ class ShownPictures:
             if tokens[index] >= 0:
                 index += 1
                 continue
-            number, within = divmod(-1 - tokens[index], _MOST)
-            place = PicturePlace(start + index - within, self._grids[number])
+            number, seen = divmod(-1 - tokens[index], _MOST)
+            place = PicturePlace(start + index - self._grids[number].place(seen), self._grids[number])
             places.append(place)
             index = place.end - start
         return places

@@ -16,6 +16,10 @@ LARGEST = 2**31 - 1
 """Maximum of any whole number among the settings."""
 _LONGEST = 200
 """Maximum ratio of a picture's sides."""
+_IMG = 10
+"""Id of the token for pictures in Mistral's vocabularies."""
+_MISTRAL_AROUND = {"image_break_token_id": 12, "image_end_token_id": 13}
+"""Settings of the tokens between two rows of a picture and after it, with their ids in Mistral's vocabularies."""
 _GEMMA_TOKENS = (70, 140, 280, 560, 1120)
 """Numbers of tokens that Gemma's pictures may have at most."""
 
@@ -29,10 +33,22 @@ class Grid:
     columns: int
     height: int
     width: int
+    breaks: int = 0
+    """Tokens of text between two rows."""
+
+    @property
+    def seen(self) -> int:
+        """Tokens that the tower makes."""
+        return self.rows * self.columns
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.columns
+        """Tokens in a prompt, with those between the rows."""
+        return self.seen + self.breaks * (self.rows - 1)
+
+    def place(self, seen: int) -> int:
+        """The place among all tokens of the one that is number ``seen`` of those that the tower makes."""
+        return seen + self.breaks * (seen // self.columns)
 
 
 @dataclass(frozen=True)
@@ -50,12 +66,16 @@ class Sight:
     patch: int
     merge: int
     most: int
-    """Maximum tokens of a picture."""
+    """Maximum tokens of a picture that the tower makes."""
     least: int = 1
     """Minimum tokens of a picture, as far as its sides allow."""
+    longest: int = LARGEST
+    """Maximum pixels of a side."""
     before: tuple[int, ...] = ()
     """Ids of the tokens that come before a picture besides those that the chat template writes."""
     after: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    """Ids of the tokens between two rows of a picture."""
     beside: str = ""
     """Text that stands before and behind each picture besides that of the chat template."""
     given: int = 0
@@ -92,7 +112,7 @@ class Sight:
                 "bad-input",
             )
         rows, columns = TOWERS[self.family].scaled(self, height, width)
-        return Grid(rows, columns, rows * self.side, columns * self.side)
+        return Grid(rows, columns, rows * self.side, columns * self.side, len(self.between))
 
 
 @dataclass(frozen=True)
@@ -270,6 +290,63 @@ def _gemma_3_scaled(sight: Sight, height: int, width: int) -> tuple[int, int]:
     return side, side
 
 
+# --- Mistral ----------------------------------------------------------------------------------------------------------
+
+
+def _mistral(family: str, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Sight:
+    """Raises ModelError if another layer of the tower than the last is read, or the tokens beside rows are unknown."""
+    vision, layer = config["vision_config"], config.get("vision_feature_layer", -1)
+    if layer != -1:
+        raise ModelError(
+            f"The setting vision_feature_layer is {shown(layer)}, and only the last layer (-1) is read here."
+        )
+    token = _number(config, "image_token_index", _IMG, least=0)
+    ids = config if token != _IMG else _MISTRAL_AROUND | {key: config[key] for key in _MISTRAL_AROUND if key in config}
+    if not all(key in ids for key in _MISTRAL_AROUND):
+        raise ModelError(
+            f"The token of a picture is number {token}, not {_IMG} as in Mistral's vocabularies, and config.json does "
+            f"not say which ones end a row and a picture ({' and '.join(_MISTRAL_AROUND)})."
+        )
+    between, after = (_number(ids, key, _MISTRAL_AROUND[key], least=0) for key in _MISTRAL_AROUND)
+    size = processor.get("size")
+    longest = size.get("longest_edge") if isinstance(size, Mapping) else None
+    longest = vision.get("image_size") if longest is None else longest
+    sight = Sight(
+        family,
+        token,
+        _number(vision, "patch_size", 14),
+        _number(config, "spatial_merge_size", 2),
+        most=MOST_TOKENS,
+        # Shorter ones would leave nothing of a narrow picture.
+        longest=_number({"longest_edge": longest}, "longest_edge", 1540, least=_LONGEST),
+        between=(between,),
+        after=(after,),
+        mean=(0.48145466, 0.4578275, 0.40821073),
+        deviation=(0.26862954, 0.26130258, 0.27577711),
+    )
+    return _with_colours(sight, processor)
+
+
+def longest_side(sight: Sight, height: int, width: int) -> int:
+    """Maximum pixels of the longer side with which a picture of this size for Mistral has not too many tokens."""
+    longest = min(sight.longest, max(height, width))
+    while math.prod(_within(sight, longest, height, width)) > sight.most:
+        longest -= sight.side
+    return longest
+
+
+def _within(sight: Sight, longest: int, height: int, width: int) -> tuple[int, int]:
+    """The size of the picture, or the largest of the same proportions with ``longest`` pixels at most, rounded up."""
+    ratio = max(height / longest, width / longest)
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    return -(-height // sight.side), -(-width // sight.side)
+
+
+def _mistral_scaled(sight: Sight, height: int, width: int) -> tuple[int, int]:
+    return _within(sight, longest_side(sight, height, width), height, width)
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -321,20 +398,24 @@ _UNIFIED = Tower(
     _gemma,
     _gemma_scaled,
 )
+_WITH_PROJECTOR = (
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("vision_tower.", "vision_tower."),
+    ("multi_modal_projector.", "multi_modal_projector."),
+)
 _GEMMA_3 = Tower(
     "Gemma 3",
     (
         # Published files have the name of a module that transformers no longer has.
         ("vision_tower.vision_model.", "vision_tower."),
         ("model.vision_tower.vision_model.", "vision_tower."),
-        ("model.vision_tower.", "vision_tower."),
-        ("model.multi_modal_projector.", "multi_modal_projector."),
-        ("vision_tower.", "vision_tower."),
-        ("multi_modal_projector.", "multi_modal_projector."),
+        *_WITH_PROJECTOR,
     ),
     _gemma_3,
     _gemma_3_scaled,
 )
+_MISTRAL = Tower("Mistral 3 and 4", _WITH_PROJECTOR, _mistral, _mistral_scaled)
 TOWERS: Mapping[str, Tower] = {
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
@@ -343,5 +424,6 @@ TOWERS: Mapping[str, Tower] = {
     "gemma3": _GEMMA_3,
     "gemma4": _GEMMA,
     "gemma4_unified": _UNIFIED,
+    "mistral3": _MISTRAL,
 }
 """The families that see, by ``model_type`` of the whole model."""

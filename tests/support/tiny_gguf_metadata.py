@@ -218,6 +218,8 @@ def write_metadata(
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
         add[type(value)](key if key.startswith("general.") else f"{architecture}.{key}", value)
     named = {PLACEHOLDER: "<|image_pad|>"} if architecture.startswith(("qwen35", "qwen3vl")) else {}
+    if architecture in ("mistral3", "mistral4", "llama"):
+        named = {PLACEHOLDER: "[IMG]", PLACEHOLDER + 1: "[IMG_BREAK]", PLACEHOLDER + 2: "[IMG_END]"}
     if architecture == "gemma3":
         named = {PLACEHOLDER: "<start_of_image>", PLACEHOLDER + 1: "<end_of_image>"}
     if architecture == "gemma4":

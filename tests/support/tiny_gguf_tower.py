@@ -23,7 +23,7 @@ def write_tiny_tower(
     the language model's width, if that is another."""
     config = json.loads((seeing / "config.json").read_text())
     vision, gemma = config["vision_config"], config["model_type"].startswith("gemma4")
-    siglip = config["model_type"] == "gemma3"
+    siglip, mistral = config["model_type"] == "gemma3", config["model_type"] == "mistral3"
     unified = config["model_type"] == "gemma4_unified"
     if unified:  # it has no layers
         vision |= {"num_hidden_layers": 0, "hidden_size": vision["mm_embed_dim"], "intermediate_size": 0}
@@ -52,6 +52,13 @@ def write_tiny_tower(
         writer.add_vision_image_mean([0.5, 0.5, 0.5])
         writer.add_vision_image_std([0.5, 0.5, 0.5])
         writer.add_vision_use_gelu(True)
+    elif mistral:
+        writer.add_clip_projector_type(VisionProjectorType.PIXTRAL)
+        writer.add_vision_image_size(vision["image_size"])
+        writer.add_vision_image_mean([0.48145466, 0.4578275, 0.40821073])
+        writer.add_vision_image_std([0.26862954, 0.26130258, 0.27577711])
+        writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
+        writer.add_vision_use_silu(True)
     else:
         writer.add_clip_projector_type(VisionProjectorType.QWEN3VL)
         writer.add_vision_image_size(int(vision["num_position_embeddings"] ** 0.5) * vision["patch_size"])
@@ -64,7 +71,17 @@ def write_tiny_tower(
         writer.add_vision_use_gelu(True)
         deep = vision.get("deepstack_visual_indexes", ())
         writer.add_vision_is_deepstack_layers([layer in deep for layer in range(depth)])
-    tensors = _siglip_tensors if siglip else _unified_tensors if unified else _gemma_tensors if gemma else _tensors
+    tensors = (
+        _mistral_tensors
+        if mistral
+        else _siglip_tensors
+        if siglip
+        else _unified_tensors
+        if unified
+        else _gemma_tensors
+        if gemma
+        else _tensors
+    )
     for name, values in tensors(seeing, depth):
         fits = values.ndim > 1 and values.shape[-1] % 32 == 0 and not (gemma and "position" in name)
         packed = kind if fits else GGMLQuantizationType.F32
@@ -111,6 +128,24 @@ def _siglip_tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:
         here = known.get_name(name, try_suffixes=(".weight", ".bias"))
         assert here is not None, name
         yield here, values.astype(np.float32) + np.float32("soft_emb_norm" in name)
+
+
+def _mistral_tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:
+    known = get_tensor_name_map(MODEL_ARCH.MMPROJ, depth)
+    config = json.loads((seeing / "config.json").read_text())
+    heads = config["vision_config"]["num_attention_heads"]
+    for name, stored in load_file(seeing / "model.safetensors").items():
+        values = stored.astype(np.float32)
+        if name == "language_model.model.embed_tokens.weight":
+            yield "v.token_embd.img_break", values[config["image_break_token_id"]]
+        if name.startswith("language_model."):
+            continue
+        here = known.get_name(name.replace("linear_2", "linear_1"), try_suffixes=(".weight",))
+        assert here is not None, name
+        if ".q_proj." in name or ".k_proj." in name:
+            pairs = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2)
+            values = np.ascontiguousarray(pairs).reshape(values.shape)
+        yield here.replace("mm.1", "mm.2") if "linear_2" in name else here, values
 
 
 def _unified_tensors(seeing: Path, depth: int) -> Iterator[tuple[str, Floats]]:

@@ -36,6 +36,15 @@ _SIGLIP: dict[str, Any] = {
     "patch_size": 4,
     "vision_use_head": False,
 }
+_PIXTRAL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 240,
+    "patch_size": 4,
+    "hidden_act": "silu",
+}
 _GEMMA_VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -62,6 +71,9 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ("qwen3_vl", "qwen3_vl_text", _DEEP_VISION, {}),
     "qwen3_vl_moe": ("qwen3_vl_moe", "qwen3_vl_moe_text", _DEEP_VISION, {"mlp_only_layers": []}),
     "gemma3": ("gemma3", "gemma3_text", _SIGLIP, {"sliding_window": 12}),
+    "ministral3": ("mistral3", "ministral3", _PIXTRAL, {}),
+    "mistral": ("mistral3", "mistral", _PIXTRAL, {"sliding_window": None}),
+    "mistral4": ("mistral3", "mistral4", _PIXTRAL, {}),
     "gemma4": ("gemma4", "gemma4_text", _GEMMA_VISION, _BOTH_WAYS),
     "gemma4_dense": ("gemma4", "gemma4_dense", _GEMMA_VISION, _BOTH_WAYS),
     "gemma4_unified": ("gemma4_unified", "gemma4_unified_text", _UNIFIED_VISION, _BOTH_WAYS),
@@ -73,8 +85,9 @@ _WHOLE: dict[str, dict[str, Any]] = {
 }
 """Further settings of whole models."""
 TINY_SEEING = tuple(_KINDS)
-"""The tiny models: Qwen 3.5 and Qwen3-VL, dense and with experts; Gemma 3; Gemma 4 with experts, dense and 12B, whose
-pictures' tokens see each other, and E2B, whose do not."""
+"""The tiny models: Qwen 3.5 and Qwen3-VL, dense and with experts; Gemma 3; Mistral 3, of which there are three
+generations of language models; Gemma 4 with experts, dense and 12B, whose pictures' tokens see each other, and E2B,
+whose do not."""
 
 
 def write_tiny_seeing(
@@ -86,8 +99,8 @@ def write_tiny_seeing(
 ) -> Path:
     """Write the tiny model ``kind``, one of :data:`TINY_SEEING`, into ``folder``. ``overrides``: settings of its
     language model. ``dtype``: torch's name of the stored type. ``marks``: ids of the tokens for a picture, and, of
-    Gemma 4, before and after it, and of Gemma 3, after it and for its tokens. The same arguments give the same
-    weights."""
+    Gemma 4, before and after it, of Gemma 3, after it and for its tokens, and of Mistral, after a row and after it. The
+    same arguments give the same weights."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -100,6 +113,8 @@ def write_tiny_seeing(
     names = ("image_token_id", "boi_token_id", "eoi_token_id")
     if whole == "gemma3":
         names = ("boi_token_index", "eoi_token_index", "image_token_index")
+    if whole == "mistral3":
+        names = ("image_token_index", "image_break_token_id", "image_end_token_id")
     tied = inner.get("tie_word_embeddings", False)
     config = AutoConfig.for_model(
         whole, text_config=inner, vision_config=vision, tie_word_embeddings=tied, **_WHOLE.get(whole, {}),
@@ -115,6 +130,8 @@ def write_tiny_seeing(
     processor: dict[str, Any] = {"size": {"shortest_edge": 64, "longest_edge": 1024}}
     if whole == "gemma3":
         processor = {"size": {"height": 32, "width": 32}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if whole == "mistral3":
+        processor = {"size": {"longest_edge": 240}}
     if whole.startswith("gemma4"):
         processor = {"max_soft_tokens": 70}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))

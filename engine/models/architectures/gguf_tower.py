@@ -17,11 +17,12 @@ from engine.models.architectures.gguf_metadata import Metadata, tensor_of
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.safetensors_files import TensorEntry
 
-_QWEN, _GEMMA_3, _GEMMA, _UNIFIED = "qwen3vl_merger", "gemma3", "gemma4v", "gemma4uv"
+_QWEN, _GEMMA_3, _GEMMA, _UNIFIED, _MISTRAL = "qwen3vl_merger", "gemma3", "gemma4v", "gemma4uv", "pixtral"
 """llama.cpp's names of the towers that are known."""
 _KINDS = {
     "gemma3": (_GEMMA_3,),
     "gemma4": (_GEMMA, _UNIFIED),
+    "mistral3": (_MISTRAL,),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), (_QWEN,)),
 }
 """The towers of whole models, by their ``model_type``."""
@@ -33,6 +34,11 @@ _TOKENS = {
     _GEMMA_3: {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
     _GEMMA: _AROUND,
     _UNIFIED: _AROUND,
+    _MISTRAL: {
+        "image_token_index": "[IMG]",
+        "image_break_token_id": "[IMG_BREAK]",
+        "image_end_token_id": "[IMG_END]",
+    },
 }
 """The token that stands for a picture in a prompt, and those before and after it, by the settings that have their ids.
 A model without the first sees nothing."""
@@ -89,7 +95,26 @@ _GEMMA_3_NAMES = (
     (r"mm\.input_projection\.weight", "multi_modal_projector.mm_input_projection_weight"),
     (r"mm\.soft_emb_norm\.weight", "multi_modal_projector.mm_soft_emb_norm.weight"),
 )
-_NAMES = {_QWEN: _QWEN_NAMES, _GEMMA_3: _GEMMA_3_NAMES, _GEMMA: _GEMMA_NAMES, _UNIFIED: _UNIFIED_NAMES}
+_MISTRAL_LAYER = r"vision_tower.transformer.layers.\1."
+_MISTRAL_NAMES = (
+    (r"v\.patch_embd\.weight", "vision_tower.patch_conv.weight"),
+    (r"v\.pre_ln\.weight", "vision_tower.ln_pre.weight"),
+    (r"v\.blk\.(\d+)\.ln1\.weight", _MISTRAL_LAYER + "attention_norm.weight"),
+    (r"v\.blk\.(\d+)\.ln2\.weight", _MISTRAL_LAYER + "ffn_norm.weight"),
+    (r"v\.blk\.(\d+)\.attn_([qkv])\.weight", _MISTRAL_LAYER + r"attention.\2_proj.weight"),
+    (r"v\.blk\.(\d+)\.attn_out\.weight", _MISTRAL_LAYER + "attention.o_proj.weight"),
+    (r"v\.blk\.(\d+)\.ffn_(gate|up|down)\.weight", _MISTRAL_LAYER + r"feed_forward.\2_proj.weight"),
+    (r"mm\.input_norm\.weight", "multi_modal_projector.norm.weight"),
+    (r"mm\.patch_merger\.weight", "multi_modal_projector.patch_merger.merging_layer.weight"),
+    (r"mm\.([12])\.(\w+)", r"multi_modal_projector.linear_\1.\2"),
+)
+_NAMES = {
+    _QWEN: _QWEN_NAMES,
+    _GEMMA_3: _GEMMA_3_NAMES,
+    _GEMMA: _GEMMA_NAMES,
+    _UNIFIED: _UNIFIED_NAMES,
+    _MISTRAL: _MISTRAL_NAMES,
+}
 _OF_PATCHES = ("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")
 """Tensors with a number for each colour of each pixel of a patch."""
 
@@ -106,13 +131,16 @@ class TowerSettings:
 
 def may_see(config: Mapping[str, Any]) -> bool:
     """Whether a language model of this configuration can have a tower in a GGUF file."""
-    return _whole(config) in _KINDS
+    heads = config["num_attention_heads"] * (config.get("head_dim") or 0)
+    # Of what calls itself llama only Mistral Small has a tower that is known, and heads narrower than what they read.
+    return _whole(config) in _KINDS and (config["model_type"] != "llama" or 0 < heads < config["hidden_size"])
 
 
 def _whole(config: Mapping[str, Any]) -> str:
     """The ``model_type`` of the whole model whose language model this is; empty if it is part of none."""
     family = FAMILIES.get(config["model_type"])
-    return "" if family is None else family.whole
+    # Files of Mistral Small call themselves llama.
+    return "mistral3" if config["model_type"] == "llama" else "" if family is None else family.whole
 
 
 def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -> TowerSettings | None:
@@ -135,6 +163,11 @@ def settings_of(tower: GgufFile, config: Mapping[str, Any], tokens: list[str]) -
     if kind == _GEMMA_3:
         side, vision = _gemma_3(metadata)
         whole |= {"mm_tokens_per_image": side**2, "vision_config": vision, "text_config": dict(config)}
+        return TowerSettings(whole, _colours(tower, metadata))
+    if kind == _MISTRAL:
+        if len(ids) < len(_TOKENS[kind]) or "mm.patch_merger.weight" not in tower.tensors:
+            return None
+        whole |= _mistral(tower, metadata) | {"text_config": dict(config)}
         return TowerSettings(whole, _colours(tower, metadata))
     if kind != _QWEN:
         text = dict(config)
@@ -243,13 +276,30 @@ def _unified(tower: GgufFile, metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _mistral(tower: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    return {
+        "spatial_merge_size": metadata.number("vision.spatial_merge_size", 2),
+        "multimodal_projector_bias": "mm.1.bias" in tower.tensors,
+        "vision_config": {
+            "model_type": "pixtral",
+            "num_hidden_layers": metadata.number("vision.block_count"),
+            "hidden_size": metadata.number("vision.embedding_length"),
+            "intermediate_size": metadata.number("vision.feed_forward_length"),
+            "num_attention_heads": metadata.number("vision.attention.head_count"),
+            "image_size": metadata.number("vision.image_size"),
+            "patch_size": metadata.number("vision.patch_size"),
+            "hidden_act": "silu" if metadata.get("use_silu") else "gelu",
+        },
+    }
+
+
 def _three(tower: GgufFile, values: Any) -> list[float]:
     """Raises ModelError if ``values`` are not three numbers."""
     if not isinstance(values, list) or len(values) != 3 or not all(isinstance(each, float) for each in values):
         raise ModelError(
             f"{tower.path} is damaged: its colours are {shown(values)}, not three numbers; download it again."
         )
-    return [round(each, 6) if math.isfinite(each) else each for each in values]
+    return [round(each, 8) if math.isfinite(each) else each for each in values]
 
 
 def tower_entries(tower: GgufFile) -> dict[str, tuple[TensorEntry, ...]]:
@@ -278,6 +328,11 @@ def _exchanged(tower: GgufFile) -> bool:
     return tensor_of(tower, "v.blk.0.ffn_down.weight").shape[-1] == Metadata(tower).number("vision.embedding_length")
 
 
+def heads_of(tower: GgufFile) -> int:
+    """Heads of the attention of a tower; 1 without layers. Raises ModelError if the file is damaged."""
+    return Metadata(tower).number("vision.attention.head_count", 0) or 1
+
+
 def added_to(name: str) -> float:
     """What is added to the numbers of a file's tensor called ``name`` in transformers' module, to get the module's."""
     return -1.0 if name.endswith("mm_soft_emb_norm.weight") else 0.0
@@ -287,9 +342,13 @@ Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """The shape in which axes of a tensor are moved, their new order, and the shape that the result has."""
 
 
-def moved_axes(name: str, shape: tuple[int, ...]) -> Axes | None:
+def moved_axes(name: str, shape: tuple[int, ...], heads: int) -> Axes | None:
     """What brings the tensor called ``name`` in transformers' module from its ``shape`` in a file into the module's
-    order; None: it is in it. Files have the colours of a patch before its rows and columns, and tables apart."""
+    order; None: it is in it. Files have the colours of a patch before its rows and columns, tables apart, and, of
+    Mistral, side by side the two rows of a query or key of which a rotation turns the numbers together. ``heads``: of
+    the tower."""
+    if re.search(r"\.attention\.[qk]_proj\.", name) and len(shape) == 2 and shape[0] % (2 * heads) == 0:
+        return (heads, shape[0] // heads // 2, 2, shape[1]), (0, 2, 1, 3), shape
     if name == "vision_tower.patch_embedder.input_proj.weight" and len(shape) == 4:
         return shape, (0, 2, 3, 1), (shape[0], math.prod(shape[1:]))
     if name in _OF_PATCHES:

@@ -202,8 +202,8 @@ class MlxModel(LocalModel):
         self._turn(pictures.positions, 0)
         sight = self.pictures.sight
         ahead = seeing_ahead(caches, pictures.ends, in_full=sight.together_in_full)
-        with embedded(backbone, pictures, sight) as inputs, ahead:
-            return backbone(**inputs, cache=list(caches))
+        with embedded(backbone, pictures, sight) as (ids, embeddings), ahead:
+            return backbone(ids, cache=list(caches), input_embeddings=embeddings)
 
     def _turn(self, spread: Positions | None, shift: int) -> None:
         """Have the next pass turn queries and keys by ``spread`` or ``shift``."""

@@ -100,8 +100,9 @@ def _scaling_nothing(backbone: Any) -> Iterator[Array | None]:
 
 
 @contextmanager
-def embedded(backbone: Any, pictures: PicturePass, sight: Sight) -> Iterator[dict[str, Array]]:
-    """The inputs of ``backbone`` for the tokens of ``pictures`` [1, tokens], while it takes them as they are."""
+def embedded(backbone: Any, pictures: PicturePass, sight: Sight) -> Iterator[tuple[Array, Array]]:
+    """Ids and embeddings of the tokens of ``pictures`` [1, tokens] for ``backbone``, while it takes embeddings as they
+    are."""
     places = np.array([pictures.ids]) < 0
     ids = mx.array(np.where(places, sight.given, pictures.ids).astype(np.int32))
     embeddings = backbone.embed_tokens(ids)
@@ -113,7 +114,7 @@ def embedded(backbone: Any, pictures: PicturePass, sight: Sight) -> Iterator[dic
     try:
         with _scaling_nothing(backbone) as scale:
             scaled = embeddings if scale is None else embeddings * scale.astype(embeddings.dtype)
-            yield {"inputs": ids, "input_embeddings": mx.where(mx.array(places)[..., None], parts[0], scaled)}
+            yield ids, mx.where(mx.array(places)[..., None], parts[0], scaled)
     finally:
         backbone.layers = layers
 

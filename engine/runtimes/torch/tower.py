@@ -23,7 +23,7 @@ from engine.models.formats.mapped_file import MappedFile
 from engine.moe.kernels.file_guard import unchanged
 from engine.pictures.folders import tower_folder, tower_tensors
 from engine.pictures.picture import Picture
-from engine.pictures.sight import Sight
+from engine.pictures.sight import Sight, longest_side
 from engine.runtimes.torch.loading import BUILDING, fill_buffers, in_one_line, put
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
 
@@ -50,7 +50,7 @@ class VisionTower:
         self._layers = _layers(self._module)
 
     def rows(self, picture: Picture, progress: ProgressCallback) -> NDArray[np.float32]:
-        """The rows of :class:`engine.pictures.shown.PicturePass`, in the order of :attr:`Grid.tokens`.
+        """The rows of :class:`engine.pictures.shown.PicturePass`, in the order of :attr:`Grid.seen`.
 
         ``progress`` is called before each layer, and may raise Cancelled. Raises ModelError if the picture is too long
         and narrow, or the rows are no numbers.
@@ -67,8 +67,8 @@ class VisionTower:
         finally:
             for hook in hooks:
                 hook.remove()
-        if len(rows) != grid.tokens:
-            raise ModelError(f"The tower made {len(rows)} rows of a picture of {grid.tokens} tokens.", "internal")
+        if len(rows) != grid.seen:
+            raise ModelError(f"The tower made {len(rows)} rows of a picture of {grid.seen} tokens.", "internal")
         if not np.isfinite(rows).all():
             raise damaged("What the tower made of a picture is no number, so its weights are damaged")
         return rows
@@ -239,6 +239,37 @@ def _look_unified(module: Any, sight: Sight, vision: Any, picture: NDArray[np.ui
     return rows
 
 
+# --- Mistral ----------------------------------------------------------------------------------------------------------
+
+
+def _build_mistral(config: Any) -> nn.Module:
+    from transformers import AutoModel
+    from transformers.models.mistral3.modeling_mistral3 import Mistral3MultiModalProjector
+
+    return nn.ModuleDict(
+        {
+            "vision_tower": AutoModel.from_config(config.vision_config, attn_implementation="sdpa"),
+            "multi_modal_projector": Mistral3MultiModalProjector(config),
+        }
+    )
+
+
+def _look_mistral(module: Any, sight: Sight, vision: Any, picture: NDArray[np.uint8]) -> torch.Tensor:
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    processor = PixtralImageProcessorPil(
+        size={"longest_edge": longest_side(sight, *picture.shape[:2])},
+        patch_size=sight.side,
+        image_mean=sight.mean,
+        image_std=sight.deviation,
+    )
+    seen = processor(picture, return_tensors="pt", input_data_format="channels_last")
+    tower, sizes = module["vision_tower"], [tuple(size) for size in seen["image_sizes"].tolist()]
+    found = tower(seen["pixel_values"].to(tower.device), image_sizes=sizes).last_hidden_state
+    rows: torch.Tensor = module["multi_modal_projector"](found[0], sizes)
+    return rows
+
+
 _Build = Callable[[Any], nn.Module]
 _Look = Callable[[Any, Sight, Any, NDArray[np.uint8]], torch.Tensor]
 _KINDS: dict[str, tuple[_Build, _Look]] = {
@@ -249,5 +280,6 @@ _KINDS: dict[str, tuple[_Build, _Look]] = {
     "gemma3": (_build_gemma_3, _look_gemma_3),
     "gemma4": (_build_gemma, _look_gemma),
     "gemma4_unified": (_build_unified, _look_unified),
+    "mistral3": (_build_mistral, _look_mistral),
 }
 """How a tower is built and looks, by ``model_type`` of the whole model."""

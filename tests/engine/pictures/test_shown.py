@@ -22,7 +22,7 @@ WIDE, TALL = random_picture(8, 24), random_picture(24, 16)
 def shown(sight: Sight, *pictures: Picture) -> ShownPictures:
     found = ShownPictures(sight, 4)
     for number, picture in enumerate(pictures):
-        tokens = len(found.show(picture))
+        tokens = sum(token < 0 for token in found.show(picture))
         found.put(picture.digest, np.arange(4 * tokens, dtype=np.float32).reshape(-1, 4) + 1000 * number)
     return found
 
@@ -50,6 +50,24 @@ def test_rows_of_deepstack_are_wider() -> None:
     assert found is not None and (found.given == rows).all()
     after = pictures.pass_over(pictures.places([5, *tokens], 0), [7], 4)
     assert after is not None and after.given.shape == (0, 12)
+
+
+def test_text_stands_between_the_rows_of_a_picture() -> None:
+    pictures = shown(replace(SPREAD, family="mistral3", spread=False, between=(90,)), TALL, WIDE)
+    tall, wide = pictures.show(TALL), pictures.show(WIDE)
+    assert [token < 0 for token in tall] == [True, True, False, True, True, False, True, True]
+    assert (tall[2], tall[5], len({*tall}), len(wide)) == (90, 90, 7, 3)
+    tokens = [5, *tall, 6, *wide]
+    found = pictures.pass_over((), tokens, 0)
+    assert found is not None and found.positions is None and found.ends is None
+    assert found.ids == [5, -1, -2, 90, -3, -4, 90, -5, -6, 6, -7, -8, -9]
+    # In parts, of which one begins with that text.
+    for cut in range(1, len(tokens)):
+        places = pictures.places(tokens[:cut], 0)
+        parts = [pictures.pass_over((), tokens[:cut], 0), pictures.pass_over(places, tokens[cut:], cut)]
+        given = [part.given for part in parts if part is not None]
+        np.testing.assert_array_equal(np.concatenate(given), found.given)
+        assert {place.start for place in [*places, *pictures.places(tokens[cut:], cut)]} <= {1, 10}
 
 
 def test_a_pass_gets_rows_and_positions() -> None:

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelError
-from engine.pictures.sight import MOST_TOKENS, Grid, Sight, sight_of
+from engine.pictures.sight import MOST_TOKENS, Grid, Sight, longest_side, sight_of
 
 QWEN: dict[str, Any] = {"model_type": "qwen3_5", "image_token_id": 7, "vision_config": {"patch_size": 16}}
 DEEP = QWEN | {"model_type": "qwen3_vl"}
 GEMMA_3: dict[str, Any] = {"model_type": "gemma3", "vision_config": {}}
+MISTRAL: dict[str, Any] = {"model_type": "mistral3", "vision_config": {"image_size": 1540}}
 GEMMA: dict[str, Any] = {
     "model_type": "gemma4",
     "image_token_id": 9,
@@ -66,6 +67,20 @@ def test_what_is_read_of_a_gemma_3() -> None:
     assert sight(small).grid(7, 9) == Grid(4, 4, 32, 32)
 
 
+def test_what_is_read_of_a_mistral() -> None:
+    found = sight(MISTRAL, {"size": {"longest_edge": 1400}})
+    assert (found.placeholder, found.between, found.after, found.before) == (10, (12,), (13,), ())
+    assert (found.patch, found.merge, found.longest, found.most) == (14, 2, 1400, MOST_TOKENS)
+    assert sight(MISTRAL).longest == 1540
+    other = MISTRAL | {"image_token_index": 5, "image_break_token_id": 6, "image_end_token_id": 0}
+    assert (sight(other).placeholder, sight(other).between, sight(other).after) == (5, (6,), (0,))
+    grid = found.grid(60, 84)
+    assert grid == Grid(3, 3, 84, 84, breaks=1) and (grid.seen, grid.tokens) == (9, 11)
+    assert [grid.place(number) for number in range(9)] == [0, 1, 2, 4, 5, 6, 8, 9, 10]
+    with pytest.raises(ModelError, match="image_break_token_id"):
+        sight(MISTRAL | {"image_token_index": 5})
+
+
 @pytest.mark.parametrize(
     ("config", "processor", "value"),
     [
@@ -83,6 +98,9 @@ def test_what_is_read_of_a_gemma_3() -> None:
         (GEMMA_3 | {"vision_config": {"image_size": 900}}, {}, "900 x 900"),
         (GEMMA_3 | {"mm_tokens_per_image": 10_000}, {}, "10000 tokens"),
         (GEMMA_3, {"size": {"height": 448, "width": 448}}, "448"),
+        (MISTRAL | {"vision_feature_layer": [-1, 3]}, {}, "vision_feature_layer"),
+        (MISTRAL | {"image_end_token_id": -2}, {}, "-2"),
+        (MISTRAL, {"size": {"longest_edge": 199}}, "199"),
         (GEMMA, {"max_soft_tokens": 71}, "71"),
         (GEMMA, {"pooling_kernel_size": 2}, "2"),
     ],
@@ -128,6 +146,22 @@ def test_sizes_of_gemma_are_the_librarys(height: int, width: int, most: int) -> 
     grid = sight(GEMMA, {"max_soft_tokens": most}).grid(height, width)
     assert (grid.height, grid.width) == get_aspect_ratio_preserving_size(height, width, 16, most * 9, 3)
     assert grid.tokens <= most
+
+
+@given(SIDES, SIDES, st.sampled_from([200, 700, 1540]))
+def test_sizes_of_mistral_are_the_librarys(height: int, width: int, longest: int) -> None:
+    from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+    if max(height, width) > 200 * min(height, width):
+        return
+    found = sight(MISTRAL, {"size": {"longest_edge": longest}})
+    grid, allowed = found.grid(height, width), longest_side(found, height, width)
+    picture = np.zeros((3, height, width), np.uint8)
+    assert (grid.height, grid.width) == get_resize_output_image_size(picture, allowed, 28, "channels_first")
+    assert grid.seen <= MOST_TOKENS
+    if allowed < min(longest, max(height, width)):
+        larger = get_resize_output_image_size(picture, allowed + 28, 28, "channels_first")
+        assert larger[0] * larger[1] > MOST_TOKENS * 28**2, "it is scaled down further than it has to be"
 
 
 @settings(max_examples=10)

@@ -68,12 +68,16 @@ def _whole_logits(folder: Path, prompt: tuple[int | Picture, ...], most: int) ->
     ids: list[int] = []
     for part in prompt:
         if isinstance(part, Picture):
-            ids += [model.config.image_token_id] * sight.grid(part.height, part.width).tokens
+            grid = sight.grid(part.height, part.width)
+            row = [*sight.between, *[model.config.image_token_id] * grid.columns]
+            ids += (row * grid.rows)[len(sight.between) :]
         else:
             ids.append(part)
     tokens = torch.tensor([ids])
-    types = "token_type_ids" if sight.family == "gemma3" else "mm_token_type_ids"
-    inputs: dict[str, Any] = {"input_ids": tokens, types: (tokens == model.config.image_token_id).int()}
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if sight.family != "mistral3":
+        types = "token_type_ids" if sight.family == "gemma3" else "mm_token_type_ids"
+        inputs[types] = (tokens == model.config.image_token_id).int()
     pixels = [
         np.frombuffer(part.rgb, np.uint8).reshape(part.height, part.width, 3)
         for part in prompt
@@ -144,8 +148,11 @@ def _unified(most: int) -> Callable[..., Any]:
 def processor_of(sight: Sight) -> Any:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    if sight.family == "mistral3":
+        return PixtralImageProcessorPil(size={"longest_edge": 240}, patch_size=8)
     if sight.family == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
     if sight.family == "gemma4":

@@ -109,12 +109,14 @@ def test_a_gguf_file_and_its_tower_are_the_whole_model(
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     language = write_language_model(tmp_path / "language", folders[kind])
     gemma = kind.startswith("gemma4")
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", language, "gemma4" if gemma else ARCHITECTURES[f"{kind}_text"])
+    family = json.loads((language / "config.json").read_text())["model_type"]
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", language, "gemma4" if gemma else ARCHITECTURES[family])
     write_tiny_tower(path.with_name("mmproj-F32.gguf"), folders[kind])
     model = load(subject, open_gguf(path, quiet))
     assert model.pictures is not None
     sight = model.pictures.sight
     around: dict[str, tuple[Any, Any]] = {"gemma3": ((PLACEHOLDER,), (151,))}
+    around |= dict.fromkeys(("ministral3", "mistral", "mistral4"), ((), (152,)))
     expected = around.get(kind, ((151,), (152,)) if gemma else ((), ()))
     assert (sight.placeholder, sight.before, sight.after) == (PLACEHOLDER, *expected)
     assert sight.together == (kind in ("gemma3", "gemma4", "gemma4_dense", "gemma4_unified"))

@@ -12,7 +12,7 @@ from engine.session.refusals import way_to_see
 @pytest.mark.parametrize(
     ("family", "in_ring", "said"),
     [
-        ("llama", False, "load a model that sees: Qwen 3.5 and 3.6, Qwen3-VL, Gemma 3 or Gemma 4"),
+        ("llama", False, "load a model that sees: Qwen 3.5 and 3.6, Qwen3-VL, Gemma 3, Gemma 4 or Mistral 3 and 4"),
         ("qwen3_vl_text", False, "safetensors files as published"),
         ("unheard_of", True, "load a model that sees"),
         ("gemma4_text", True, "on this machine alone"),

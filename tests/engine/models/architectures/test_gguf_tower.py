@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from engine.errors import ModelError
-from engine.models.architectures.gguf_tower import added_to, moved_axes, settings_of, tower_entries
+from engine.models.architectures.gguf_tower import added_to, heads_of, may_see, moved_axes, settings_of, tower_entries
 from engine.models.formats.gguf_file import GgufFile
 from tests.support.tiny_gguf_tower import write_tiny_tower
 from tests.support.tiny_seeing import write_tiny_seeing
@@ -88,6 +88,31 @@ def test_what_is_read_of_a_gemma_3(tmp_path: Path, exchanged: bool) -> None:
     assert [name for name in entries if added_to(name)] == ["multi_modal_projector.mm_soft_emb_norm.weight"]
 
 
+@pytest.mark.parametrize("family", ["ministral3", "mistral4", "llama"])
+def test_what_is_read_of_a_mistral(tmp_path: Path, family: str) -> None:
+    seeing = write_tiny_seeing(tmp_path / "seeing", "ministral3")
+    written = json.loads((seeing / "config.json").read_text())
+    config, tokens = {"model_type": family, "hidden_size": 48}, ["[IMG_END]", "[IMG]", "[IMG_BREAK]"]
+    with GgufFile(write_tiny_tower(tmp_path / "mmproj.gguf", seeing)) as file:
+        found = settings_of(file, config, tokens)
+        assert settings_of(file, config, tokens[:2]) is None
+        entries, heads = tower_entries(file), heads_of(file)
+        file.metadata["clip.use_silu"] = False
+        other = settings_of(file, config, tokens)
+        del file.tensors["mm.patch_merger.weight"]
+        assert settings_of(file, config, tokens) is None, "Pixtral merges no patches"
+    assert found is not None and other is not None and other.config["vision_config"]["hidden_act"] == "gelu"
+    named = ("image_token_index", "image_break_token_id", "image_end_token_id", "spatial_merge_size")
+    assert [found.config[key] for key in named] == [1, 2, 0, 2] and found.config["model_type"] == "mistral3"
+    vision = found.config["vision_config"]
+    assert vision == {key: written["vision_config"][key] for key in vision}
+    stored = load_file(seeing / "model.safetensors")
+    shapes = {name: values.shape for name, values in stored.items() if not name.startswith("language_model.")}
+    assert {name: entry.shape for name, (entry,) in entries.items()} == shapes
+    turned = [name for name, (entry,) in entries.items() if moved_axes(name, entry.shape, heads)]
+    assert len(turned) == 4 and all(".q_proj." in name or ".k_proj." in name for name in turned)
+
+
 def test_what_is_read_of_a_gemma(tmp_path: Path) -> None:
     seeing = write_tiny_seeing(tmp_path / "seeing", "gemma4_e2b")
     written = json.loads((seeing / "config.json").read_text())
@@ -132,17 +157,32 @@ def test_what_is_read_of_a_gemma_without_layers(tmp_path: Path) -> None:
     }
     assert entries.keys() == shapes.keys()
     for name, (entry,) in entries.items():
-        axes = moved_axes(name, entry.shape)
+        axes = moved_axes(name, entry.shape, 1)
         assert (entry.shape if axes is None else axes[2]) == shapes[name]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "can"),
+    [
+        ("gemma3_text", {}, True),
+        ("llama", {}, False),
+        ("llama", {"head_dim": 128}, False),
+        ("llama", {"head_dim": 128, "hidden_size": 5120}, True),
+        ("qwen3", {"head_dim": 128, "hidden_size": 5120}, False),
+        ("no family", {}, False),
+    ],
+)
+def test_a_tower_is_looked_for_beside_models_that_can_have_one(family: str, sizes: dict[str, int], can: bool) -> None:
+    assert may_see({"model_type": family, "num_attention_heads": 32, "hidden_size": 4096} | sizes) == can
 
 
 def test_axes_are_moved_into_the_modules_order() -> None:
     colours = np.arange(2 * 12).reshape(2, 12)
-    kept, order, shape = moved_axes("patch_dense.weight", (2, 12)) or ((), (), ())
+    kept, order, shape = moved_axes("patch_dense.weight", (2, 12), 1) or ((), (), ())
     moved = colours.reshape(kept).transpose(order).reshape(shape)
     assert moved[0].tolist() == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
-    assert moved_axes("patch_ln2.weight", (12,)) is None
-    assert moved_axes("pos_embedding", (2, 7, 5)) == ((2, 7, 5), (1, 0, 2), (7, 2, 5))
+    assert moved_axes("patch_ln2.weight", (12,), 1) is None
+    assert moved_axes("pos_embedding", (2, 7, 5), 1) == ((2, 7, 5), (1, 0, 2), (7, 2, 5))
 
 
 def test_all_tensors_have_a_place(tower: GgufFile, seeing: Path) -> None:

@@ -47,6 +47,7 @@ def reference(folder: Path, picture: Any) -> Any:
     from transformers import AutoModelForImageTextToText
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -60,6 +61,9 @@ def reference(folder: Path, picture: Any) -> Any:
         elif model.config.model_type == "gemma3":
             seen = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})(pixels, return_tensors="pt")
             found = model.model.get_image_features(seen["pixel_values"])
+        elif model.config.model_type == "mistral3":
+            seen = PixtralImageProcessorPil(size={"longest_edge": 240}, patch_size=8)(pixels, return_tensors="pt")
+            found = model.model.get_image_features(seen["pixel_values"], seen["image_sizes"])
         elif model.config.model_type == "gemma4":
             seen = Gemma4ImageProcessorPil(max_soft_tokens=70, patch_size=4)(pixels, return_tensors="pt")
             found = model.model.get_image_features(seen["pixel_values"], seen["image_position_ids"])
@@ -81,7 +85,7 @@ def test_rows_are_the_librarys(folders: dict[str, Path], kind: str, height: int,
     rows = tower(folders[kind]).rows(picture, ignored)
     sight = read_sight(folders[kind])
     expected = reference(folders[kind], picture)
-    assert sight is not None and rows.shape == expected.shape and len(rows) == sight.grid(height, width).tokens
+    assert sight is not None and rows.shape == expected.shape and len(rows) == sight.grid(height, width).seen
     np.testing.assert_allclose(rows, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
     other = tower(folders[kind]).rows(random_picture(height, width, seed=1), ignored)
     assert np.abs(rows - other).max() > 0.1 * np.abs(rows).max()
@@ -182,7 +186,9 @@ def test_a_gguf_file_sees_with_the_tower_that_lies_beside_it_now(folders: dict[s
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "architecture"), [("qwen3_5", "qwen35"), ("gemma3", "gemma3")])
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [("qwen3_5", "qwen35"), ("gemma3", "gemma3"), ("ministral3", "mistral3")]
+)
 def test_llama_cpp_makes_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, architecture: str
 ) -> None:
@@ -190,11 +196,18 @@ def test_llama_cpp_makes_the_same_rows(
     from tests.support.prebuilt_llama_cpp import tower_rows
 
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    whole = whole_blocks(f"{kind}_text")
+    family = "ministral3" if kind == "ministral3" else f"{kind}_text"
+    whole = whole_blocks(family)
     seeing = write_tiny_seeing(tmp_path / "seeing", kind, **whole)
-    source = write_tiny_model(tmp_path / "l", f"{kind}_text", **whole)
+    source = write_tiny_model(tmp_path / "l", family, **whole)
     model = write_tiny_gguf(tmp_path / "m.gguf", source, architecture)
     tower_file = write_tiny_tower(tmp_path / "mmproj-F32.gguf", seeing)
     folder, picture = open_gguf(model, quiet), random_picture(32, 32)
     rows = tower(folder).rows(picture, ignored)
-    np.testing.assert_allclose(rows, tower_rows(model, tower_file, picture), rtol=0, atol=2e-3 * np.abs(rows).max())
+    sight = read_sight(folder)
+    assert sight is not None
+    grid, theirs = sight.grid(32, 32), tower_rows(model, tower_file, picture)
+    # It gives rows for the text between rows of the picture, too.
+    assert len(theirs) == grid.tokens
+    seen = theirs[[grid.place(number) for number in range(grid.seen)]]
+    np.testing.assert_allclose(rows, seen, rtol=0, atol=2e-3 * np.abs(rows).max())
