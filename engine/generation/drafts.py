@@ -39,10 +39,11 @@ class Repetitions:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
-        self._indexed = LEAST_MATCH - 1
-        """Number of tokens up to which :attr:`_places` are complete."""
-        self._places: dict[tuple[int, ...], list[int]] = {}
-        """Ends of the latest occurrences of so many tokens."""
+        self._latest: dict[tuple[int, ...], int] = {}
+        """End of the latest occurrence of so many tokens."""
+        self._earlier = [0] * LEAST_MATCH
+        """For each end of so many tokens, that of the occurrence before it; 0: there is none. The tokens behind these
+        were not looked at yet."""
         self._right: dict[int, tuple[float, float]] = {}
         """Guesses that were right, and all, by the logarithm of the length that was the same. Old ones count less."""
         self._guessed: tuple[int, int, int] | None = None
@@ -53,7 +54,10 @@ class Repetitions:
         self._learn(token)
         self._index()
         end = (*self.tokens[1 - LEAST_MATCH :], token)
-        places = self._places.get(end, ())
+        place, places = self._latest.get(end, 0), list[int]()
+        while place and len(places) < MOST_PLACES:
+            places.append(place)
+            place = self._earlier[place]
         if not places:
             return None
         length, place = max((self._same_before(place), place) for place in places)
@@ -80,11 +84,11 @@ class Repetitions:
         self._right[kind] = right + (now == guessed), all_of_them + 1
 
     def _index(self) -> None:
-        for end in range(self._indexed + 1, len(self.tokens) + 1):
-            places = self._places.setdefault(tuple(self.tokens[end - LEAST_MATCH : end]), [])
-            places.append(end)
-            del places[:-MOST_PLACES]
-        self._indexed = max(self._indexed, len(self.tokens))
+        latest, earlier, first = self._latest, self._earlier, len(self._earlier) - LEAST_MATCH
+        following = (self.tokens[first + offset :] for offset in range(LEAST_MATCH))
+        for end, last in enumerate(zip(*following, strict=False), len(earlier)):
+            earlier.append(latest.get(last, 0))
+            latest[last] = end
 
     def _same_before(self, place: int) -> int:
         """Number of tokens before ``place`` that are those at the end, with the last one."""
@@ -108,22 +112,24 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._passes = 0
-        self._measured: dict[int, deque[tuple[int, float]]] = {}
-        """Number and seconds of the latest passes, by their tokens."""
+        self._measured: dict[int, deque[float]] = {}
+        """Seconds of the latest passes, by their tokens."""
+        self._medians: dict[int, float] = {}
+        self._last: dict[int, int] = {}
+        """Number of the last pass of each kind."""
 
     def took(self, tokens: int, seconds: float) -> None:
         """Count a pass over ``tokens`` tokens."""
         self._passes += 1
-        self._measured.setdefault(tokens, deque(maxlen=MEASURED)).append((self._passes, seconds))
-        for count, latest in list(self._measured.items()):
-            if latest[-1][0] <= self._passes - VALID_PASSES:
-                del self._measured[count]
+        latest = self._measured.setdefault(tokens, deque(maxlen=MEASURED))
+        latest.append(seconds)
+        self._medians[tokens], self._last[tokens] = statistics.median(latest), self._passes
+        for count in [count for count, last in self._last.items() if last <= self._passes - VALID_PASSES]:
+            del self._measured[count], self._medians[count], self._last[count]
 
     def of(self, tokens: int) -> float:
         """Seconds of a pass over ``tokens`` tokens; without any measurement, passes of one token."""
-        medians = {
-            count: statistics.median(seconds for _, seconds in latest) for count, latest in self._measured.items()
-        }
+        medians = self._medians
         if tokens in medians:
             return medians[tokens]
         if not medians:
