@@ -149,6 +149,32 @@ ALWAYS_INLINE __m256i lowered(__m256i sums, const int32_t *code_sums, const __m2
     return _mm256_sub_epi32(sums, _mm256_slli_epi32(own, shift));
 }
 
+/* dots[M]: the sums of products of the unit at w and the codes in[M] of as many tokens, in whole numbers: of the groups' first
+   halves, then of their second ones. `points`: codes are those of the grid without what else the file says of them, except
+   their signs where there is one token. */
+ALWAYS_INLINE void unit_dots(const void *w, const grid_unit *grid, const int8_t *const *in, __m256i dots[MOST_TOKENS][2],
+                             const int dtype, const int opened, const int points, const int M) {
+    const opened_unit *unit = w;
+    const int apart = points && M == 1 && has_signs_apart(dtype);
+    __m256i low[MOST_TOKENS], high[MOST_TOKENS]; /* products of groups 0 to 3, and 4 to 7 */
+    UNROLL for (int four = 0; four < 2; four++) {
+        __m256i codes[4], signs[4];
+        UNROLL for (int g = 0; g < 4; g++) {
+            const int group = 4 * four + g;
+            if (apart) signs[g] = signs_of(w, grid, group, dtype);
+            codes[g] = opened   ? loaded(unit->codes + GROUP * group)
+                       : points ? points_of(w, grid, group, dtype)
+                                : codes_of(w, grid, group, dtype);
+        }
+        UNROLL for (int m = 0; m < M; m++)
+            (four ? high : low)[m] = four_dots(codes, apart ? signs : NULL, in[m] + 4 * GROUP * four, dtype);
+    }
+    UNROLL for (int m = 0; m < M; m++) {
+        dots[m][0] = _mm256_permute2x128_si256(low[m], high[m], 0x20);
+        dots[m][1] = _mm256_permute2x128_si256(low[m], high[m], 0x31);
+    }
+}
+
 /* sums[M] += the unit at w, an opened_unit or the file's and what grid_unit has of it, times those at x. Of one token the
    inputs get the signs of codes that have these apart; so that the results are the same, the sums are whole numbers until
    what codes were raised by is taken away. Groups that are not there are zeros. A unit adds to the float32 sums once or
@@ -157,19 +183,10 @@ ALWAYS_INLINE void add_one(const void *w, const grid_unit *grid, const unit_inpu
                            const int dtype, const int opened, const int M) {
     const opened_unit *unit = w;
     const int apart = M == 1 && !opened && has_signs_apart(dtype), is_below = dtype == PLLM_IQ1_S && !opened;
-    __m256i low[MOST_TOKENS], high[MOST_TOKENS]; /* products of groups 0 to 3, and 4 to 7 */
-    UNROLL for (int four = 0; four < 2; four++) {
-        __m256i codes[4], signs[4];
-        UNROLL for (int g = 0; g < 4; g++) {
-            const int group = 4 * four + g;
-            if (apart) signs[g] = signs_of(w, grid, group, dtype);
-            codes[g] = opened              ? loaded(unit->codes + GROUP * group)
-                       : apart || is_below ? points_of(w, grid, group, dtype)
-                                           : codes_of(w, grid, group, dtype);
-        }
-        UNROLL for (int m = 0; m < M; m++)
-            (four ? high : low)[m] = four_dots(codes, apart ? signs : NULL, x[m]->codes + 4 * GROUP * four, dtype);
-    }
+    const int8_t *in_codes[MOST_TOKENS];
+    __m256i dots[MOST_TOKENS][2];
+    UNROLL for (int m = 0; m < M; m++) in_codes[m] = x[m]->codes;
+    unit_dots(w, grid, in_codes, dots, dtype, opened, apart || is_below, M);
     __m256 scales[2], minimums[2];
     if (opened)
         UNROLL for (int half = 0; half < 2; half++) scales[half] = _mm256_loadu_ps(unit->scales[half]);
@@ -183,8 +200,7 @@ ALWAYS_INLINE void add_one(const void *w, const grid_unit *grid, const unit_inpu
     }
     UNROLL for (int m = 0; m < M; m++) {
         const unit_input *in = x[m];
-        const __m256i first = _mm256_permute2x128_si256(low[m], high[m], 0x20);
-        const __m256i second = _mm256_permute2x128_si256(low[m], high[m], 0x31);
+        const __m256i first = dots[m][0], second = dots[m][1];
         const __m256 by = _mm256_loadu_ps(in->scales);
         if (has_grid(dtype)) {
             if (is_halved(dtype)) {
@@ -238,15 +254,8 @@ ALWAYS_INLINE __m256i half_sums_of(__m256i first, __m256i second) {
 
 #undef EXCHANGED
 
-/* sums[M] += the unit at w times those at x. */
-ALWAYS_INLINE void add_q2_k(const uint8_t *w, const unit_input *const *x, __m256 sums[MOST_TOKENS], const int M) {
-    const __m128i bytes = sixteen_bytes(w), nibble = _mm_set1_epi8(15);
-    /* Odd groups have four times their codes, which are then not shifted; so the others' scales are four times theirs. */
-    const __m256i times = _mm256_set1_epi64x(4 | 4LL << 16 | 1LL << 32 | 1LL << 48);
-    const __m256i scales = _mm256_mullo_epi16(_mm256_cvtepu8_epi16(_mm_and_si128(bytes, nibble)), times);
-    const __m256i own_minimums = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(bytes, 4), nibble));
-    const __m256 scale = _mm256_set1_ps(widened(w + Q2_K_SCALE) * 0.25F);
-    const __m256 minimum = _mm256_set1_ps(widened(w + Q2_K_MINIMUM));
+/* As unit_dots: the sums of halves side by side in two words, four times them of odd groups, whose codes are not shifted. */
+ALWAYS_INLINE void q2_k_words(const uint8_t *w, const int8_t *const *in, __m256i words[MOST_TOKENS], const int M) {
     __m256i parts[MOST_TOKENS][2];
     UNROLL for (int four = 0; four < 2; four++) {
         __m256i codes[4];
@@ -254,15 +263,40 @@ ALWAYS_INLINE void add_q2_k(const uint8_t *w, const unit_input *const *x, __m256
         UNROLL for (int g = 0; g < 4; g++) codes[g] = masked(g < 2 ? low : high, g % 2 ? 12 : 3);
         UNROLL for (int m = 0; m < M; m++) {
             __m256i products[4];
-            UNROLL for (int g = 0; g < 4; g++) {
-                const __m256i in = loaded((const uint8_t *)x[m]->codes + GROUP * (4 * four + g));
-                products[g] = _mm256_maddubs_epi16(codes[g], in);
-            }
+            UNROLL for (int g = 0; g < 4; g++)
+                products[g] = _mm256_maddubs_epi16(codes[g], loaded((const uint8_t *)in[m] + GROUP * (4 * four + g)));
             parts[m][four] = four_added_up(products);
         }
     }
+    UNROLL for (int m = 0; m < M; m++) words[m] = half_sums_of(parts[m][0], parts[m][1]);
+}
+
+/* unit_dots of Q2_K. */
+ALWAYS_INLINE void q2_k_dots(const uint8_t *w, const int8_t *const *in, __m256i dots[MOST_TOKENS][2], const int M) {
+    const __m256i shifts = _mm256_setr_epi32(16, 18, 16, 18, 16, 18, 16, 18);
+    __m256i words[MOST_TOKENS];
+    q2_k_words(w, in, words, M);
     UNROLL for (int m = 0; m < M; m++) {
-        const __m256i whole = _mm256_madd_epi16(half_sums_of(parts[m][0], parts[m][1]), scales);
+        dots[m][0] = _mm256_srav_epi32(_mm256_slli_epi32(words[m], 16), shifts);
+        dots[m][1] = _mm256_srav_epi32(words[m], shifts);
+    }
+}
+
+/* sums[M] += the unit at w times those at x. */
+ALWAYS_INLINE void add_q2_k(const uint8_t *w, const unit_input *const *x, __m256 sums[MOST_TOKENS], const int M) {
+    const __m128i bytes = sixteen_bytes(w), nibble = _mm_set1_epi8(15);
+    /* The sums of odd groups are four times theirs; so the others' scales are, too. */
+    const __m256i times = _mm256_set1_epi64x(4 | 4LL << 16 | 1LL << 32 | 1LL << 48);
+    const __m256i scales = _mm256_mullo_epi16(_mm256_cvtepu8_epi16(_mm_and_si128(bytes, nibble)), times);
+    const __m256i own_minimums = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(bytes, 4), nibble));
+    const __m256 scale = _mm256_set1_ps(widened(w + Q2_K_SCALE) * 0.25F);
+    const __m256 minimum = _mm256_set1_ps(widened(w + Q2_K_MINIMUM));
+    const int8_t *in[MOST_TOKENS];
+    __m256i words[MOST_TOKENS];
+    UNROLL for (int m = 0; m < M; m++) in[m] = x[m]->codes;
+    q2_k_words(w, in, words, M);
+    UNROLL for (int m = 0; m < M; m++) {
+        const __m256i whole = _mm256_madd_epi16(words[m], scales);
         const __m256i less = _mm256_madd_epi16(own_minimums, loaded((const uint8_t *)x[m]->half_code_sums));
         const __m256 products = _mm256_mul_ps(_mm256_cvtepi32_ps(whole), scale);
         const __m256 lowered = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(less), minimum, products);

@@ -89,8 +89,20 @@ ALWAYS_INLINE void open_scales(const uint8_t *const rows[ROWS_OF_VECTOR], panel_
     if (is_halved(dtype)) avx2_store_transposed(upper, to->minimums[1] + ROWS_OF_VECTOR * v, apart, blocks);
 }
 
-/* `count` rows of `columns` values; those that are not there get the last one's. Meanwhile fetches what lies `ahead` bytes
-   further on, the panel after this one. */
+/* Up to UNIT values of the eight rows of vector v of the `count` rows from w on; those that are not there get the last one's.
+   Where the unit is not whole zeros follow, in `ends`, so that nothing is read past the row. */
+ALWAYS_INLINE void rows_of(const uint8_t *w, const int64_t row_bytes, const int v, const int64_t count, const int64_t values,
+                           const uint8_t *rows[ROWS_OF_VECTOR],
+                           uint8_t ends[ROWS_OF_VECTOR][UNIT_BYTES_LIMIT], const int dtype) {
+    for (int r = 0; r < ROWS_OF_VECTOR; r++) {
+        rows[r] = w + MIN(ROWS_OF_VECTOR * v + r, count - 1) * row_bytes;
+        if (values == UNIT) continue;
+        memset(ends[r], 0, UNIT_BYTES_LIMIT);
+        rows[r] = memcpy(ends[r], rows[r], (size_t)bytes_of_values(dtype, values));
+    }
+}
+
+/* `count` rows of `columns` values. Meanwhile fetches the panel after this one. */
 ALWAYS_INLINE void open_panel(panel_block *to, const uint8_t *w, const int64_t row_bytes, const int64_t count,
                               const int64_t columns, const int64_t ahead, const int dtype) {
     for (int64_t first = 0; first < columns; first += UNIT, to += BLOCKS_OF_UNIT) {
@@ -98,14 +110,11 @@ ALWAYS_INLINE void open_panel(panel_block *to, const uint8_t *w, const int64_t r
         for (int v = 0; v < PANEL_ROWS / ROWS_OF_VECTOR; v++) {
             uint8_t ends[ROWS_OF_VECTOR][UNIT_BYTES_LIMIT];
             const uint8_t *rows[ROWS_OF_VECTOR];
-            for (int r = 0; r < ROWS_OF_VECTOR; r++) {
-                rows[r] = w + MIN(ROWS_OF_VECTOR * v + r, count - 1) * row_bytes + bytes_of_values(dtype, first);
+            const uint8_t *from = w + bytes_of_values(dtype, first);
+            for (int r = 0; r < ROWS_OF_VECTOR; r++)
                 for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64)
-                    __builtin_prefetch(rows[r] + ahead + line, 0, 2);
-                if (values == UNIT) continue;
-                memset(ends[r], 0, sizeof ends[r]); /* so that nothing is read past the row */
-                rows[r] = memcpy(ends[r], rows[r], (size_t)bytes_of_values(dtype, values));
-            }
+                    __builtin_prefetch(from + MIN(ROWS_OF_VECTOR * v + r, count - 1) * row_bytes + ahead + line, 0, 2);
+            rows_of(from, row_bytes, v, count, values, rows, ends, dtype);
             if (dtype == PLLM_Q4_K)
                 open_q4_k_codes(rows, to, v);
             else
@@ -199,16 +208,31 @@ ALWAYS_INLINE void whole_products(__m256i whole[PART_TOKENS][VECTORS], const uin
     }
 }
 
+/* Those of eight lanes that are of the first `rows`. */
+ALWAYS_INLINE __m256i lanes_of(const int64_t rows) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)rows), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+/* *sum += whole * scale * by, of a block or of its halves, the first of which waits in *first for the second. */
+ALWAYS_INLINE void add_product(__m256 *sum, __m256 *first, __m256i whole, __m256 scale, __m256 by, const int half,
+                               const int halves) {
+    const __m256 product = _mm256_cvtepi32_ps(whole);
+    if (halves == 1)
+        *sum = _mm256_fmadd_ps(product, _mm256_mul_ps(scale, by), *sum);
+    else if (half == 0)
+        *first = _mm256_mul_ps(product, scale);
+    else
+        *sum = _mm256_fmadd_ps(_mm256_fmadd_ps(product, scale, *first), by, *sum);
+}
+
 /* y[m][0..PANEL_ROWS) (+)= panel * tile for M tokens from token `at` of the tile on, and VECTORS vectors of rows from
    `vector` on; WIDTH, KIND and M are constants of the compiler. */
 ALWAYS_INLINE void multiply_part(const panel_task *task, const tile_block *tile, const int64_t at, const int64_t vector,
                                  float *y, const int width, const int kind, const int M) {
     const int64_t row = vector * ROWS_OF_VECTOR;
-    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     __m256i there[VECTORS];
     __m256 sums[PART_TOKENS][VECTORS];
-    UNROLL for (int v = 0; v < VECTORS; v++)
-        there[v] = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(task->rows - row - ROWS_OF_VECTOR * v)), lanes);
+    UNROLL for (int v = 0; v < VECTORS; v++) there[v] = lanes_of(task->rows - row - ROWS_OF_VECTOR * v);
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int v = 0; v < VECTORS; v++)
             sums[m][v] = task->more ? _mm256_maskload_ps(y + m * task->y_stride + row + ROWS_OF_VECTOR * v, there[v])
@@ -229,13 +253,7 @@ ALWAYS_INLINE void multiply_part(const panel_task *task, const tile_block *tile,
                     const __m256 scale = _mm256_loadu_ps(panel->scales[half] + own);
                     if ((kind == RAISED || kind == HALVED) && width != EIGHT_BITS)
                         whole[m][v] = _mm256_add_epi32(whole[m][v], _mm256_sra_epi32(raised, less));
-                    const __m256 product = _mm256_cvtepi32_ps(whole[m][v]);
-                    if (halves == 1) {
-                        sums[m][v] = _mm256_fmadd_ps(product, _mm256_mul_ps(scale, by), sums[m][v]);
-                        continue;
-                    }
-                    first[m][v] = half ? _mm256_fmadd_ps(product, scale, first[m][v]) : _mm256_mul_ps(product, scale);
-                    if (half == 1) sums[m][v] = _mm256_fmadd_ps(first[m][v], by, sums[m][v]);
+                    add_product(&sums[m][v], &first[m][v], whole[m][v], scale, by, half, halves);
                 }
             }
         }
@@ -287,11 +305,17 @@ static void multiply_panel(const panel_task *task, const part_function *parts, c
         }
 }
 
+#include "packed_avx2_few_read.h"
+
 void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
                int64_t tokens, float *y, int64_t y_stride, int add, void *scratch, const void *after) {
     const pllm_matrix *grouped = is_grouped(dtype) ? weights : NULL;
     const char *data = grouped ? grouped->data : weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), tile_blocks = padded(columns) / INPUT_BLOCK;
+    if (tokens <= FEW_READ && divided_up(columns, UNIT) * UNIT <= (int64_t)FEW_COLUMNS && !grouped) {
+        read_few(data, dtype, row_bytes, rows, columns, tiles, tokens, y, y_stride, add, scratch, after);
+        return;
+    }
     const int less = raised_shift(raised_by(dtype));
     const part_function *parts = part_table[width_of(dtype)][kind_of(dtype)];
     for (int64_t n = 0; n < rows; n += PANEL_ROWS) {
