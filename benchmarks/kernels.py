@@ -5,7 +5,9 @@
 
 ``mixtral`` is one expert of 4096 x 14336; ``fine`` a layer of experts of 2048 x 768, eight for each token. Each
 figure is the median of rounds that take turns with a plain read of the same bytes, so that both see the same machine.
-``against one`` is how much longer so many calls of one token take: what the tokens save by sharing a call.
+``against one`` is how much longer so many calls of one token take: what the tokens save by sharing a call. ``as
+prompt`` is how much more of the processors' time the same tokens take when they are read, as a prompt's are: their bits
+do not depend on their number.
 """
 
 from __future__ import annotations
@@ -38,6 +40,11 @@ from engine.moe.kernels.bindings import (
 from engine.moe.kernels.pool import Pool, physical_cores
 
 ROWS = (1, 2, 4, 8, 12, 16, 64, 256)
+
+COLUMNS = (
+    "experts", "kernels", "format", "threads", "tokens", "ms", "spread", "GB/s", "read", "against one", "as prompt",
+    "GFLOP/s",
+)  # fmt: skip
 
 _AFFINE = (0x3A80, 0xBC00)
 """A scale and a bias, 2**-10 and -2**-7, as words of bfloat16."""
@@ -74,6 +81,7 @@ class Figure:
     gigabytes_per_second: float
     read_shard: float
     against_one: float | None
+    as_prompt: float
     gigaflops: float
 
 
@@ -157,11 +165,13 @@ class RandomLayer:
         self._kept.append(scales)
         return int(scales.ctypes.data)
 
-    def run(self, pool: Pool, hidden: int, indices: int, weights: int, tokens: int, k: int, sum_to: int) -> None:
+    def run(
+        self, pool: Pool, hidden: int, indices: int, weights: int, tokens: int, k: int, reads: int, sum_to: int
+    ) -> None:
         """The arguments from ``hidden`` on are addresses and sizes, as of LayerExperts."""
         code = load().pllm_experts(
-            pool.handle, ctypes.addressof(self._layer), hidden, indices, weights, tokens, k, 0, 0, sum_to, None, None,
-            None, 0,
+            pool.handle, ctypes.addressof(self._layer), hidden, indices, weights, tokens, k, 0, reads, sum_to, None,
+            None, None, 0,
         )  # fmt: skip
         if code:
             raise ValueError(f"the kernels {self._layer.set} cannot run here ({code})")
@@ -205,14 +215,18 @@ class Bench:
         out = np.empty_like(hidden)
         x, routes, scales, to = (array.ctypes.data for array in (hidden, indices, weights, out))
 
-        def run() -> None:
-            self.layer.run(self.pool, x, routes, scales, rows, shape.k, to)
+        def run(as_prompt: int = 0) -> None:
+            self.layer.run(self.pool, x, routes, scales, rows, shape.k, as_prompt, to)
 
         nbytes = len(np.unique(indices)) * self.layer.expert_bytes
         timed(run)
-        seconds, reads = [], []
-        for _ in range(rounds_of(timed(run) + self.read(nbytes))):
+        seconds, reads, as_prompt = [], [], []
+        for _ in range(rounds_of(2 * timed(run) + self.read(nbytes))):
+            began = time.process_time()
             seconds.append(timed(run))
+            ended = time.process_time()
+            run(as_prompt=1)
+            as_prompt.append((time.process_time() - ended) / (ended - began))
             reads.append(self.read(nbytes))
         middle = statistics.median(seconds)
         low, _, high = statistics.quantiles(seconds, n=4)
@@ -229,6 +243,7 @@ class Bench:
             gigabytes_per_second=nbytes / middle / 1e9,
             read_shard=statistics.median(reads) / middle,
             against_one=rows * self.one / middle if self.one else None,
+            as_prompt=statistics.median(as_prompt),
             gigaflops=6.0 * indices.size * shape.hidden * shape.ffn / middle / 1e9,
         )
 
@@ -241,7 +256,7 @@ def show(figure: Figure) -> None:
     print(
         f"| {figure.shape} | {figure.kernels} | {figure.format} | {figure.threads} | {figure.rows} | "
         f"{figure.milliseconds:.2f} | {figure.spread:.0%} | {figure.gigabytes_per_second:.1f} | "
-        f"{figure.read_shard:.0%} | {shared} | {figure.gigaflops:.0f} |",
+        f"{figure.read_shard:.0%} | {shared} | {figure.as_prompt:.2f} | {figure.gigaflops:.0f} |",
         flush=True,
     )
 
@@ -257,8 +272,7 @@ def main() -> None:
     given = parser.parse_args()
     figures = []
     if not given.json:
-        print("| experts | kernels | format | threads | tokens | ms | spread | GB/s | read | against one | GFLOP/s |")
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for kernels in filter(None, given.sets.split(",")):
         for dtype in filter(None, given.formats.split(",")):
             bench = Bench(SHAPES[given.shape], dtype, kernels, given.threads)
