@@ -399,22 +399,15 @@ _UNIFIED = Tower(
     _gemma_scaled,
 )
 _WITH_PROJECTOR = (
+    # Published files of Gemma 3, and mlx's of both, have the name of a module that transformers does not have.
+    ("vision_tower.vision_model.", "vision_tower."),
+    ("model.vision_tower.vision_model.", "vision_tower."),
     ("model.vision_tower.", "vision_tower."),
     ("model.multi_modal_projector.", "multi_modal_projector."),
     ("vision_tower.", "vision_tower."),
     ("multi_modal_projector.", "multi_modal_projector."),
 )
-_GEMMA_3 = Tower(
-    "Gemma 3",
-    (
-        # Published files have the name of a module that transformers no longer has.
-        ("vision_tower.vision_model.", "vision_tower."),
-        ("model.vision_tower.vision_model.", "vision_tower."),
-        *_WITH_PROJECTOR,
-    ),
-    _gemma_3,
-    _gemma_3_scaled,
-)
+_GEMMA_3 = Tower("Gemma 3", _WITH_PROJECTOR, _gemma_3, _gemma_3_scaled)
 _MISTRAL = Tower("Mistral 3 and 4", _WITH_PROJECTOR, _mistral, _mistral_scaled)
 TOWERS: Mapping[str, Tower] = {
     "qwen3_5": _QWEN,

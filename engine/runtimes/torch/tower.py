@@ -111,6 +111,9 @@ def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
             tensor = stored[name]
             # GGUF files have no tensors without dimensions.
             shape = () if tensor.shape == (1,) and expected.dim() == 0 else tensor.shape
+            # mlx's convolutions have the colours last.
+            last = len(shape) == 4 and shape != tuple(expected.shape)
+            shape = (shape[0], shape[3], shape[1], shape[2]) if last else shape
             if not tensor.is_readable or shape != tuple(expected.shape):
                 raise damaged(
                     f"Tensor {name} of the tower is {list(tensor.shape)} of {tensor.dtype}, and config.json asks for "
@@ -122,7 +125,7 @@ def _fill(module: nn.Module, folder: Path, sight: Sight) -> None:
             values = parts[0] if len(parts) == 1 else torch.stack(parts, 2)
             if tensor.axes is not None:
                 values = values.reshape(tensor.axes[0]).permute(tensor.axes[1])
-            values = values.reshape(shape)
+            values = values.permute(0, 3, 1, 2).contiguous() if last else values.reshape(shape)
             put(module, name, values + tensor.added if tensor.added else values)
     for part in [module, *module.children()]:
         if isinstance(part, PreTrainedModel):

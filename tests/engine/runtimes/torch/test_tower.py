@@ -150,6 +150,21 @@ def test_damaged_weights_are_a_sentence(folders: dict[str, Path], tmp_path: Path
         tower(folder).rows(random_picture(16, 16), ignored)
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "ministral3"])
+def test_a_tower_as_mlx_stores_it_is_the_same(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    folder, picture = tmp_path / "mlx", random_picture(40, 24)
+    shutil.copytree(folders[kind], folder)
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): (
+            each.permute(0, 2, 3, 1).contiguous() if each.dim() == 4 else each
+        )
+        for name, each in load_file(folder / "model.safetensors").items()
+    }
+    assert sum(each.dim() == 4 for each in tensors.values()) == 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert (tower(folder).rows(picture, ignored) == tower(folders[kind]).rows(picture, ignored)).all()
+
+
 # --- the tower of a GGUF file -----------------------------------------------------------------------------------------
 
 
