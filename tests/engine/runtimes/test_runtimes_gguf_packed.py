@@ -57,6 +57,7 @@ KINDS = dict(in_turn(tuple(ARCHITECTURES), WRITTEN))
 ON_A_DEVICE = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
     *("glm4_moe_lite", "gemma4_text", "deepseek_v2", "deepseek_v3", "qwen3_5_moe_text"),
+    *("glm5_next_text", "deepseek_v4"),
 )
 """Families of which a device holds some experts: with Mixtral in another format, in all formats."""
 
