@@ -50,10 +50,11 @@ from tests.engine.runtimes.subjects import (
     Subject,
 )
 from tests.support.progress import quiet
+from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_fp8 import write_fp8
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tests.support.tiny_grouped import write_grouped
-from tests.support.tiny_models import TINY_FAMILIES, write_tiny_model
+from tests.support.tiny_models import write_tiny_model
 from tests.support.tiny_zero_points import Form, write_zero_points
 
 PROMPT = [3 + (number * number * 7 + number * 11) % 157 for number in range(24)]

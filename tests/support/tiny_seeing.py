@@ -13,8 +13,8 @@ from PIL import Image
 
 from engine.pictures.picture import Picture
 from tests.support.speaking_model import write_tokenizer
+from tests.support.tiny_families import tiny_config
 from tests.support.tiny_gguf_metadata import PLACEHOLDER
-from tests.support.tiny_models import tiny_config
 
 _QWEN_VISION: dict[str, Any] = {
     "depth": 2,

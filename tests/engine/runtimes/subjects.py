@@ -21,7 +21,7 @@ from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.runtimes.native_oracle import FAMILIES as NATIVE_FAMILIES
 from tests.engine.runtimes.native_oracle import PREPARED_ONLY, needs_kernels
 from tests.support.progress import quiet
-from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
+from tests.support.tiny_families import TINY_FAMILIES, TINY_MOE_FAMILIES
 from tests.support.tiny_zero_points import Form
 
 needs_mlx = pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="mlx is not installed")

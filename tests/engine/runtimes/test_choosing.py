@@ -22,7 +22,8 @@ from engine.runtimes.mlx.configuration import complete_config
 from engine.runtimes.mlx.families import FAMILIES, check_settings, unsupported_config
 from engine.session.loading import load_session
 from engine.session.plan_model import plan_model
-from tests.support.tiny_models import TINY_FAMILIES, write_tiny_model
+from tests.support.tiny_families import TINY_FAMILIES
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("home")
 

@@ -24,7 +24,8 @@ from tests.engine.runtimes.native_oracle import FAMILIES as NATIVE_FAMILIES
 from tests.engine.runtimes.native_oracle import needs_kernels
 from tests.engine.runtimes.subjects import MLX, NATIVE, TORCH, StoredModel, Subject, case, prompt_of
 from tests.engine.runtimes.torch_oracle import chunks_of, library_model, library_run, our_run, typical, worst
-from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of, write_tiny_model
+from tests.support.tiny_families import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of
+from tests.support.tiny_models import write_tiny_model
 
 Prepared = Callable[[Path], Path]
 

@@ -22,7 +22,8 @@ from engine.runtimes.mlx.families import unsupported_config
 from engine.runtimes.native.shape import read_shape, unsupported_shape
 from engine.session.loading import load_session
 from engine.session.plan_model import plan_model
-from tests.support.tiny_models import TINY_FAMILIES, tiny_config, write_tiny_model
+from tests.support.tiny_families import TINY_FAMILIES, tiny_config
+from tests.support.tiny_models import write_tiny_model
 
 ABSENT = object()
 HOSTILE: tuple[Any, ...] = (

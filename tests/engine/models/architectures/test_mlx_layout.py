@@ -56,7 +56,7 @@ def test_published_names_of_deepseek_v4_become_those_of_transformers(stored: str
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    from tests.support.tiny_models import tiny_config
+    from tests.support.tiny_families import tiny_config
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v4"))

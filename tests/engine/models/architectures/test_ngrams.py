@@ -12,7 +12,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEm
 from engine.errors import ModelError
 from engine.models.architectures.families import completed
 from engine.models.architectures.ngrams import NgramHash, ngram_hashes
-from tests.support.tiny_models import tiny_config
+from tests.support.tiny_families import tiny_config
 
 END = 2
 TWO = {"ple_layer_ids": [1, 3]}

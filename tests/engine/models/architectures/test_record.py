@@ -28,7 +28,7 @@ from engine.runtimes.native.shape import (
     unsupported_shape,
 )
 from tests.support.published_step import PUBLISHED
-from tests.support.tiny_models import TINY_FAMILIES, tiny_config
+from tests.support.tiny_families import TINY_FAMILIES, tiny_config
 
 
 def families(of: Callable[[Family], Any] = lambda family: True) -> pytest.MarkDecorator:

@@ -21,7 +21,7 @@ from engine.models.folders.opening import open_model
 from engine.models.formats.safetensors_files import TensorEntry
 from tests.support.opened_experts import assert_same_values, experts_of
 from tests.support.published_step import as_published
-from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of
+from tests.support.tiny_families import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of
 from tests.support.transformers_models import transformers_language_model
 
 TinyModel = Callable[..., Path]
@@ -194,7 +194,7 @@ def test_the_text_model_of_a_composite_llama4_is_found(tmp_path: Path):
     import torch
     from transformers import Llama4Config, Llama4ForConditionalGeneration
 
-    from tests.support.tiny_models import tiny_config
+    from tests.support.tiny_families import tiny_config
 
     vision = {
         "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28,

@@ -23,7 +23,7 @@ from tests.support.old_bank import write_old_bank
 from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
 from tests.support.random_examples import examples
-from tests.support.tiny_models import TINY_MOE_FAMILIES
+from tests.support.tiny_families import TINY_MOE_FAMILIES
 
 FAMILIES = tuple(family for family in TINY_MOE_FAMILIES if not family.startswith("nemotron_h"))
 """Those whose experts have gates: others are newer."""

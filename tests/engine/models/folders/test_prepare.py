@@ -31,8 +31,8 @@ from engine.pictures.folders import read_sight, tower_tensors
 from tests.support.old_bank import write_old_bank
 from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
+from tests.support.tiny_families import TINY_MOE_FAMILIES
 from tests.support.tiny_gguf import write_tiny_gguf
-from tests.support.tiny_models import TINY_MOE_FAMILIES
 from tests.support.tiny_seeing import write_tiny_seeing
 
 pytestmark = pytest.mark.usefixtures("home")

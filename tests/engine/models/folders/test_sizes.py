@@ -11,7 +11,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import experts_per_token, key_value_numbers, sizes_of, state_bytes
-from tests.support.tiny_models import TINY_FAMILIES
+from tests.support.tiny_families import TINY_FAMILIES
 
 
 @pytest.mark.sampled

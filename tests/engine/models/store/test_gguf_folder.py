@@ -41,9 +41,10 @@ from engine.session.plan_model import plan_model
 from tests.support.pairwise import pairwise
 from tests.support.progress import quiet
 from tests.support.random_examples import examples
+from tests.support.tiny_families import family_of
 from tests.support.tiny_gguf import ARCHITECTURES, READ_AS, Floats, whole_blocks, write_tiny_gguf
 from tests.support.tiny_gguf_metadata import Layout
-from tests.support.tiny_models import family_of, write_tiny_model
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("home")
 

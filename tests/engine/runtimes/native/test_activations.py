@@ -10,7 +10,7 @@ from engine.errors import ModelError
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native.activations import expert_gates, read_gate
 from engine.runtimes.native.shape import read_shape
-from tests.support.tiny_models import tiny_config
+from tests.support.tiny_families import tiny_config
 
 STEP = json.loads(tiny_config("step3p5").to_json_string(use_diff=False))
 SILU = Gate("silu")

@@ -25,7 +25,7 @@ from tests.engine.runtimes.native_oracle import FAMILIES, load_native, needs_ker
 from tests.engine.runtimes.subjects import NATIVE, StoredModel
 from tests.support.pairwise import pairwise
 from tests.support.progress import quiet
-from tests.support.tiny_models import TINY_MOE_FAMILIES
+from tests.support.tiny_families import TINY_MOE_FAMILIES
 
 pytestmark = needs_kernels
 

@@ -12,7 +12,7 @@ from torch import nn
 from engine.runtimes.torch.trunk_modules import FusedNorm, fuse_norms
 from tests.engine.runtimes.subjects import prompt_of
 from tests.engine.runtimes.torch_oracle import library_run, load, our_run, worst
-from tests.support.tiny_models import TINY_FAMILIES
+from tests.support.tiny_families import TINY_FAMILIES
 
 OTHERS = (
     "gemma3_text",

@@ -32,8 +32,8 @@ from tests.engine.runtimes.torch_oracle import library_run, our_run, typical, wo
 from tests.support.opened_experts import experts_of
 from tests.support.pairwise import in_turn
 from tests.support.progress import quiet
+from tests.support.tiny_families import TINY_FAMILIES
 from tests.support.tiny_gguf import ARCHITECTURES
-from tests.support.tiny_models import TINY_FAMILIES
 from tests.support.tiny_seeing import TINY_SEEING, random_picture, write_tiny_seeing
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]

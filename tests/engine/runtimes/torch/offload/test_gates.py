@@ -11,7 +11,7 @@ from torch.nn import functional
 from engine.runtimes.torch.experts_module import find_experts, gate_of
 from engine.runtimes.torch.loading import build_skeleton
 from engine.runtimes.torch.offload.gates import Activation, family_gate
-from tests.support.tiny_models import TINY_MOE_FAMILIES, tiny_config
+from tests.support.tiny_families import TINY_MOE_FAMILIES, tiny_config
 
 _KNOWN = {
     "silu": Activation("silu"),

@@ -22,9 +22,10 @@ from tests.support.engine_forks import with_libraries
 from tests.support.hooked_engine import hooked
 from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
+from tests.support.tiny_families import TINY_MOE_FAMILIES
 from tests.support.tiny_gguf import whole_blocks, write_tiny_gguf
 from tests.support.tiny_gguf_metadata import Layout
-from tests.support.tiny_models import TINY_MOE_FAMILIES, write_tiny_model
+from tests.support.tiny_models import write_tiny_model
 
 
 def slot_of(host: HostExperts, layer: int, expert: int) -> torch.Tensor:

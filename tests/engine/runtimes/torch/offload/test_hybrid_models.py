@@ -22,7 +22,7 @@ from engine.session.session import Session
 from tests.support.controls import Watching
 from tests.support.opened_experts import experts_of
 from tests.support.progress import quiet
-from tests.support.tiny_models import TINY_MOE_FAMILIES
+from tests.support.tiny_families import TINY_MOE_FAMILIES
 
 pytestmark = pytest.mark.usefixtures("home")
 
