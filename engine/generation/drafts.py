@@ -27,7 +27,7 @@ VALID_PASSES = 256
 
 
 @dataclass(frozen=True)
-class Draft:
+class TokenDraft:
     """Guessed tokens, and the probability of each that it is right if those before it are."""
 
     tokens: Sequence[int]
@@ -49,7 +49,7 @@ class Repetitions:
         self._guessed: tuple[int, int, int] | None = None
         """Position, token and kind of the last guess."""
 
-    def guess(self, token: int, most: int) -> Draft | None:
+    def guess(self, token: int, most: int) -> TokenDraft | None:
         """At most ``most`` tokens after ``token``, which follows :attr:`tokens`. None without an earlier occurrence."""
         self._learn(token)
         self._index()
@@ -69,7 +69,7 @@ class Repetitions:
         right, all_of_them = self._right.get(kind, (0.0, 0.0))
         # Before anything was learnt: the longer what is the same, the likelier what follows is the same, too.
         expected = 1 - 2 ** (LEAST_MATCH.bit_length() - 1 - kind)
-        return Draft(guessed, (right + 2 * expected) / (all_of_them + 2))
+        return TokenDraft(guessed, (right + 2 * expected) / (all_of_them + 2))
 
     def _learn(self, token: int) -> None:
         """Count whether the last guess was right, whoever checked it."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from engine.generation.drafts import Draft
+from engine.generation.drafts import TokenDraft
 from engine.generation.sampling import Sampler
 from engine.runtimes.protocol import Logits, TokenRows
 
@@ -43,7 +43,7 @@ class Decoding:
     rows: TokenRows
     tokens: Sequence[int]
     sampler: Sampler | None = None
-    draft: Callable[[int], Draft | None] | None = None
+    draft: Callable[[int], TokenDraft | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def decode(rows: TokenRows, tokens: Sequence[int]) -> Program[Logits]:
 
 
 def decode_choosing(
-    rows: TokenRows, token: int, sampler: Sampler | None, draft: Callable[[int], Draft | None] | None = None
+    rows: TokenRows, token: int, sampler: Sampler | None, draft: Callable[[int], TokenDraft | None] | None = None
 ) -> Program[Logits | int]:
     """Run a step of ``token`` in the only row. Returns the next token if ``sampler`` chose it where the logits are, of
     which it is still to be told; otherwise logits [1, vocabulary], or with those after tokens of ``draft``."""

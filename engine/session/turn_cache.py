@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine.errors import Cancelled, ModelError, PeerLost
-from engine.generation.drafts import Draft, Repetitions
+from engine.generation.drafts import Repetitions, TokenDraft
 from engine.generation.programs import Program, Reading, decode, decode_choosing, read
 from engine.generation.sampling import Sampler
 from engine.ipc.messages import Notice, RingChanged
@@ -182,7 +182,7 @@ class TurnCache:
         self._cut_ahead()
         drafted: list[int] = []
 
-        def draft(most: int) -> Draft | None:
+        def draft(most: int) -> TokenDraft | None:
             if self._repetitions is None or self._repetitions.tokens is not row.tokens:
                 self._repetitions = Repetitions(row.tokens)
             found = self._repetitions.guess(token, most)

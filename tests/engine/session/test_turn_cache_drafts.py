@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.generation.drafts import Draft, PassCosts, Repetitions
+from engine.generation.drafts import PassCosts, Repetitions, TokenDraft
 from engine.ipc.messages import Constraint, Finished, Generate, Load, Message, Sampling
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import TokenRows
@@ -52,7 +52,7 @@ def half_right(monkeypatch: pytest.MonkeyPatch) -> None:
     guess = Repetitions.guess
     made = 0
 
-    def wrong(self: Repetitions, token: int, most: int) -> Draft | None:
+    def wrong(self: Repetitions, token: int, most: int) -> TokenDraft | None:
         nonlocal made
         found = guess(self, token, most)
         if found is None:
