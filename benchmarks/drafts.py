@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.measuring import table
 from benchmarks.subjects import add_arguments, check_arguments, say, subject_named, work_folder
+from engine.generation.drafts import PassCosts
 from engine.generation.programs import Program
 from engine.ipc.messages import Generate, Load
 from engine.runtimes import runtime_named
@@ -80,10 +81,16 @@ def texts(vocabulary: int, length: int, seed: int = 0) -> tuple[list[int], dict[
 
 
 def written(
-    model: LoadedModel, kept: PrefixCache, prompt: list[int], text: Sequence[int], *, drafts: bool
+    model: LoadedModel,
+    kept: PrefixCache,
+    costs: PassCosts,
+    prompt: list[int],
+    text: Sequence[int],
+    *,
+    drafts: bool,
 ) -> tuple[float, Turn]:
     """Seconds in which ``text`` is written after ``prompt``, which is read unless it is ``kept``, and the turn's
-    counts."""
+    counts. ``costs``: those of passes so far."""
     request = Generate(id=1, prompt_ids=prompt)
     turn = Turn(request, model.recorder, PassLog(), lambda event: None, _Nobody(), time.perf_counter, len(prompt))
     cache = TurnCache(kept, model, turn, 512, repeatable=False, drafts=drafts)
@@ -98,7 +105,7 @@ def written(
         seconds = time.perf_counter() - begun
         cache.close()
 
-    Scheduler(model).run(program())
+    Scheduler(model, costs=costs).run(program())
     return seconds, turn
 
 
@@ -109,12 +116,12 @@ def measure(folder: Path, threads: int, rounds: int, length: int) -> dict[str, D
     results = {}
     try:
         prompt, kinds = texts(model.facts.vocabulary, length)
-        kept = PrefixCache(model)
+        kept, costs = PrefixCache(model), PassCosts()
         for kind, text in kinds.items():
             taken: dict[bool, list[float]] = {True: [], False: []}
             for _ in range(rounds):
                 for drafts in (True, False):
-                    seconds, turn = written(model, kept, prompt, text, drafts=drafts)
+                    seconds, turn = written(model, kept, costs, prompt, text, drafts=drafts)
                     taken[drafts].append(seconds)
                     if drafts:
                         guessed, right = turn.drafted_tokens, turn.accepted_tokens

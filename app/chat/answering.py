@@ -578,7 +578,7 @@ class AnswerLoop:
             self._status.context_used = event.prompt_tokens + tokens
             self._status.prompt = PromptRead(event.prompt_tokens, event.cached_tokens, event.read_again)
             guesses = Guesses(event.completion_tokens, event.drafted_tokens, event.accepted_tokens)
-            self._status.guesses = guesses if guesses.drafted else None
+            self._status.guesses = guesses if guesses.drafted and not turn.others else None
         self._status.ttft_s = event.ttft_s or None
         self._status.memory = event.memory or self._status.memory
         self._end_all(turn, ends)

@@ -124,9 +124,10 @@ CAUSES: dict[ReadingCause, str] = {
 
 def guesses_words(guesses: Guesses) -> str:
     """How much guessing ahead saved, in a sentence."""
-    passes = max(1, guesses.tokens - guesses.accepted)
+    after_the_first = guesses.tokens - 1
+    passes = max(1, after_the_first - guesses.accepted)
     taken = f"{guesses.accepted / guesses.drafted:.0%} of {guesses.drafted:,} guessed ones were right"
-    return f"Guessing ahead: {guesses.tokens / passes:.1f} tokens a pass; {taken}."
+    return f"Guessing ahead: {after_the_first / passes:.1f} tokens a pass; {taken}."
 
 
 def prompt_words(prompt: PromptRead) -> str:

@@ -115,11 +115,7 @@ def usage(finished: Finished) -> dict[str, object]:
         "completion_tokens": finished.completion_tokens,
         "total_tokens": finished.prompt_tokens + finished.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
-        "completion_tokens_details": {
-            "reasoning_tokens": reasoning_tokens(finished),
-            "accepted_prediction_tokens": finished.accepted_tokens,
-            "rejected_prediction_tokens": finished.drafted_tokens - finished.accepted_tokens,
-        },
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens(finished)},
     }
 
 

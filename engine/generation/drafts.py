@@ -15,9 +15,9 @@ LEAST_MATCH = 3
 MOST_MATCH = 64
 """Number of tokens that are compared at most."""
 MOST_PLACES = 4
-"""Latest places at which the same tokens were found that are compared."""
+"""Maximum number of earlier places that are compared, the latest first."""
 FORGOTTEN = 0.05
-"""Share of the counted guesses that each further one makes forget."""
+"""Share by which older guesses count less with each further one."""
 ROW_COST = 0.25
 """Time of a further token in a pass, in passes of one token, where it was not measured."""
 MEASURED = 7
@@ -42,8 +42,8 @@ class Repetitions:
         self._latest: dict[tuple[int, ...], int] = {}
         """End of the latest occurrence of so many tokens."""
         self._earlier = [0] * LEAST_MATCH
-        """For each end of so many tokens, that of the occurrence before it; 0: there is none. The tokens behind these
-        were not looked at yet."""
+        """For each end of so many tokens, that of the occurrence before it; 0: there is none. It is as long as the part
+        of :attr:`tokens` that is indexed, and one more."""
         self._right: dict[int, tuple[float, float]] = {}
         """Guesses that were right, and all, by the logarithm of the length that was the same. Old ones count less."""
         self._guessed: tuple[int, int, int] | None = None
@@ -136,15 +136,19 @@ class PassCosts:
             return 1 + ROW_COST * (tokens - 1)
         near = min(medians, key=lambda count: (abs(count - tokens), count))
         beyond = [count for count in medians if (count > tokens) != (near > tokens)]
+        if not beyond and len(medians) > 1:  # as between the two longest, or shortest
+            beyond = [count for count in medians if count != near]
         if beyond:
             far = min(beyond, key=lambda count: abs(count - tokens))
-            return medians[near] + (medians[far] - medians[near]) * (tokens - near) / (far - near)
+            return max(medians[near] + (medians[far] - medians[near]) * (tokens - near) / (far - near), 0.0)
         single = medians.get(1, medians[near] / (1 + ROW_COST * (near - 1)))
         return max(medians[near] + ROW_COST * single * (tokens - near), 0.0)
 
     def worth(self, chance: float, most: int) -> int:
         """Number of guesses, at most ``most``, with which a pass gives the most tokens per second. Each is right with
-        ``chance`` after right ones."""
+        ``chance`` after right ones. Before the cost of a single token is known there are none."""
+        if 1 not in self._medians:
+            return 0
         expected, best, best_rate = 1.0, 0, 1 / max(self.of(1), 1e-9)
         for count in range(1, most + 1):
             expected += chance**count

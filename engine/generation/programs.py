@@ -36,8 +36,9 @@ class Decoding:
     """A step of one token for each of ``rows``.
 
     The outcome is logits [rows, vocabulary]. With ``sampler`` it may also be the next token of the only row, which was
-    chosen by that sampler where the logits are. ``draft`` guesses at most so many tokens after the only one: if some of
-    them are run with it, which the rows must hold then, the outcome is logits [1 + those, vocabulary].
+    chosen by that sampler where the logits are. ``draft`` guesses a given number of tokens, or fewer, that may follow
+    the only one. The scheduler may run some of them in the same pass; then the outcome is logits [1 + those,
+    vocabulary], and the rows hold all of them.
     """
 
     rows: TokenRows

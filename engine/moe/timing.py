@@ -132,6 +132,10 @@ class Recorder:
         self._current.tokens += tokens
         self._step_start = self.clock()
 
+    def another_token(self) -> None:
+        """Count one more token that came out of the last pass of decoding."""
+        self._phases["decode"].tokens += 1
+
     def end_step(self) -> None:
         if self._current is not None:
             self._current.total += self.clock() - self._step_start

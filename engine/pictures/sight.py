@@ -62,7 +62,7 @@ class Sight:
     family: str
     """``model_type`` of the whole model, a key of :data:`TOWERS`."""
     placeholder: int
-    """Id of the token that stands for a picture in a prompt, once for each of its tokens."""
+    """Id of the token that stands in a prompt where a picture is, once for each picture."""
     patch: int
     merge: int
     most: int
@@ -262,6 +262,8 @@ def _gemma_3(family: str, config: Mapping[str, Any], processor: Mapping[str, Any
         raise damaged(
             f"A picture of {pixels} x {pixels} pixels in patches of {patch} makes no square of {tokens} tokens"
         )
+    if tokens > MOST_TOKENS:
+        raise damaged(f"A picture is {tokens:,} tokens, and at most {MOST_TOKENS:,} are read here")
     size = processor.get("size")
     for key in ("height", "width"):
         if isinstance(size, Mapping) and _number(size, key, pixels) != pixels:
@@ -301,16 +303,17 @@ def _mistral(family: str, config: Mapping[str, Any], processor: Mapping[str, Any
             f"The setting vision_feature_layer is {shown(layer)}, and only the last layer (-1) is read here."
         )
     token = _number(config, "image_token_index", _IMG, least=0)
-    ids = config if token != _IMG else _MISTRAL_AROUND | {key: config[key] for key in _MISTRAL_AROUND if key in config}
-    if not all(key in ids for key in _MISTRAL_AROUND):
+    ids = {key: config[key] for key in _MISTRAL_AROUND if config.get(key) is not None}
+    if token != _IMG and len(ids) < len(_MISTRAL_AROUND):
         raise ModelError(
             f"The token of a picture is number {token}, not {_IMG} as in Mistral's vocabularies, and config.json does "
             f"not say which ones end a row and a picture ({' and '.join(_MISTRAL_AROUND)})."
         )
     between, after = (_number(ids, key, _MISTRAL_AROUND[key], least=0) for key in _MISTRAL_AROUND)
     size = processor.get("size")
-    longest = size.get("longest_edge") if isinstance(size, Mapping) else None
-    longest = vision.get("image_size") if longest is None else longest
+    longest, key = size if isinstance(size, Mapping) else {}, "longest_edge"
+    if longest.get(key) is None:
+        longest, key = vision, "image_size"
     sight = Sight(
         family,
         token,
@@ -318,7 +321,7 @@ def _mistral(family: str, config: Mapping[str, Any], processor: Mapping[str, Any
         _number(config, "spatial_merge_size", 2),
         most=MOST_TOKENS,
         # Shorter ones would leave nothing of a narrow picture.
-        longest=_number({"longest_edge": longest}, "longest_edge", 1540, least=_LONGEST),
+        longest=_number(longest, key, 1540, least=_LONGEST),
         between=(between,),
         after=(after,),
         mean=(0.48145466, 0.4578275, 0.40821073),

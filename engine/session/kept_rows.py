@@ -71,7 +71,7 @@ class CachedRow:
         return max((saved for saved in self.checkpoints if saved.length <= most), key=_length, default=None)
 
     def save(self, most: int) -> None:
-        """Make a checkpoint, if the runtime can. At most ``most`` are kept, which lie as far apart as they can."""
+        """Make a checkpoint, if the runtime can. At most ``most`` are kept, as :func:`spread` says."""
         assert self.rows is not None
         saved = self.rows.checkpoint()
         if saved is not None:
@@ -89,8 +89,6 @@ class CachedRow:
         """A copy of a row that goes on by itself meanwhile."""
         assert self.rows is not None
         rows = self.rows.checkpoint() or self.rows.fan_out(1)
-        if rows.length > len(self.tokens):
-            rows.truncate(len(self.tokens))  # guessed tokens
         return CachedRow(rows, list(self.tokens), self.origins, self.known, self.checkpoints)
 
     def nbytes(self, per_token: int, state: int) -> int:
@@ -129,8 +127,10 @@ def reusable_length(
 
 
 def spread(lengths: Sequence[int], most: int) -> list[int]:
-    """Indices of at most ``most`` of the rising ``lengths`` that lie as far apart as they can: without the last, which
-    stays, the one goes whose neighbours are closest together."""
+    """Indices of at most ``most`` of the rising ``lengths``.
+
+    While there are too many, the one goes whose neighbours are closest together. The last stays.
+    """
     indices = list(range(len(lengths)))
     while len(indices) > most:
         gaps = [

@@ -34,7 +34,7 @@ MOST_CHECKPOINTS = 8
 """Maximum number of checkpoints of a row."""
 
 CHECKPOINT_SHARE = 2
-"""Part of the memory for other conversations that the checkpoints of one may take: one half."""
+"""Part of the memory for other conversations that checkpoints of those in use may take: one half."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,9 @@ class PrefixCache:
         last = row.checkpoints[-1].length if row.checkpoints else 0
         if not tail and len(row.tokens) - last < CHECKPOINT_TOKENS:
             return
-        room = self._budget(sum(self._sizes())) // CHECKPOINT_SHARE
+        others = (saved for each in (*self._used, self._latest) if each is not row for saved in each.checkpoints)
+        budget = self._budget(sum(self._sizes())) // CHECKPOINT_SHARE
+        room = budget - sum(saved.checkpoint_bytes for saved in others)
         most = min(MOST_CHECKPOINTS, room // max(1, row.rows.checkpoint_bytes))
         if tail or most > 1:
             row.save(max(1, most))
@@ -221,7 +223,12 @@ class PrefixCache:
             used = sum(len(row.tokens) for row in self._used)
             self._keep(to_keep(self.kept_tokens, RING_TOKENS - len(prompt) - used))
         sizes = self._sizes()
-        self._keep(to_keep(sizes, self._budget(sum(sizes))))
+        budget = self._budget(sum(sizes))
+        for row in reversed(self._kept):
+            if sum(sizes) > budget:  # all but the last checkpoint go before a whole row does
+                row.checkpoints = row.checkpoints[-1:]
+                sizes = self._sizes()
+        self._keep(to_keep(sizes, budget))
 
     def _sizes(self) -> list[int]:
         """Bytes of the rows that nobody uses, but for the latest."""

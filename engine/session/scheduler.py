@@ -56,8 +56,10 @@ class Scheduler:
         memory: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.perf_counter,
         log: PassLog | None = None,
+        costs: PassCosts | None = None,
     ) -> None:
-        """``memory`` gives the bytes that are free for keys and values. Passes of decoding are counted in ``log``."""
+        """``memory`` gives the bytes that are free for keys and values. Passes of decoding are counted in ``log``, and
+        the costs of those with guesses in ``costs``."""
         self._model = model
         self._memory = memory
         self._clock = clock
@@ -68,7 +70,7 @@ class Scheduler:
         self._reading_s = self._decoding_s = 0.0
         """Seconds of both kinds of passes since both wait."""
         self._readings = 0
-        self._costs = PassCosts()
+        self._costs = costs or PassCosts()
 
     @property
     def active(self) -> int:
@@ -167,41 +169,37 @@ class Scheduler:
 
         def steps() -> Sequence[Outcome]:
             begun = self._clock()
-            counts = [len(work.tokens) for work in works]
             outcomes: Sequence[Outcome]
             if len(works) == 1:
-                outcome, counts[0] = self._single_step(works[0])
-                outcomes = [outcome]
-                if works[0].draft is not None:
-                    self._costs.took(counts[0], self._clock() - begun)
+                outcomes = [self._single_step(works[0])]
             else:
                 self._settle(None)
                 outcomes = self._model.step_together([(work.rows, work.tokens) for work in works])
-            rows = [(running.owner, count) for running, count in zip(batch, counts, strict=True)]
+            rows = [(running.owner, len(work.tokens)) for running, work in zip(batch, works, strict=True)]
             self._log.decoded(begun, self._clock(), rows)
             return outcomes
 
         self._run(batch, steps)
 
-    def _single_step(self, work: Decoding) -> tuple[Outcome, int]:
-        """Run ``work``. Returns its outcome, and the number of tokens that were run.
-
-        A token is chosen where the logits are, and guessed tokens are run, only if no other program's passes come
-        between.
-        """
+    def _single_step(self, work: Decoding) -> Outcome:
+        """Run ``work``. A token is chosen where the logits are, and guessed tokens are run, only if no other program's
+        passes come between."""
         alone = sum(not isinstance(running.work, Together) for running in self._running) == 1
         self._settle(work.rows if alone and work.sampler is not None else None)
         if alone and work.draft is not None:
             most = work.rows.verified_together - 1
             draft = work.draft(most)
             count = 0 if draft is None else self._costs.worth(draft.chance, min(most, len(draft.tokens)))
-            if draft is not None and count:
-                return work.rows.verify([*work.tokens, *draft.tokens[:count]]), 1 + count
+            tokens = [*work.tokens, *(draft.tokens[:count] if draft is not None else ())]
+            begun = self._clock()
+            logits = work.rows.verify(tokens) if count else work.rows.step(tokens)
+            self._costs.took(len(tokens), self._clock() - begun)
+            return logits
         if alone and work.sampler is not None:
             chosen = work.rows.step_choosing(work.tokens[0], work.sampler)
             if chosen is not None:
-                return chosen, 1
-        return work.rows.step(work.tokens), len(work.tokens)
+                return chosen
+        return work.rows.step(work.tokens)
 
     def _settle(self, rows: TokenRows | None) -> None:
         """Discard a step that a runtime began ahead in other rows than ``rows``, in which it may begin one now."""

@@ -12,6 +12,7 @@ import msgspec
 
 from engine.errors import Cancelled, ModelError
 from engine.generation.beams import BeamRule, BeamRun, BeamState, Hypothesis, check_beams
+from engine.generation.drafts import PassCosts
 from engine.generation.programs import MemoryWanted, Program
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.generation.sampling import Logprobs, NotNumbersError, SamplingRule, TokenGuide, usual_limit
@@ -157,6 +158,7 @@ class Session:
         self._clock = clock
         self._prefix_bytes = prefix_bytes
         self._drafts = drafts
+        self._costs = PassCosts()
         self._disk: DiskPrefixes | None = None
         if prefix_disk_bytes and model.keeps_contents:
             self._disk = DiskPrefixes(model, identity, prefix_disk_bytes, self._memory)
@@ -242,7 +244,7 @@ class Session:
 
     def scheduler(self) -> Scheduler:
         """A scheduler for this session's answers."""
-        return Scheduler(self._model, self._room, self._clock, self._log)
+        return Scheduler(self._model, self._room, self._clock, self._log, self._costs)
 
     def generate(self, request: Generate, emit: Emit, control: TurnControl) -> Finished:
         """Answer ``request`` alone; see :meth:`answer`."""

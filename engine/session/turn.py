@@ -184,6 +184,12 @@ class Turn:
         self._due[what] = now + interval
         return True
 
+    def accept(self) -> None:
+        """Count a guessed token that was right."""
+        self.accepted_tokens += 1
+        if self._recorder.enabled:
+            self._recorder.another_token()
+
     # --- timing panel ---------------------------------------------------------------------------------------------
 
     def watch(self) -> None:

@@ -83,7 +83,8 @@ class TurnCache:
         """Tokens of the first prompt that were not run; None before it."""
         self._repetitions: Repetitions | None = None
         self._ahead: deque[tuple[int, Logits]] = deque()
-        """Guessed tokens that the rows hold behind the row's own, and the logits after each."""
+        """Guessed tokens that the rows hold behind the row's own, and the logits after each. There are none while this
+        waits for a pass, or ends."""
 
     @property
     def rows(self) -> TokenRows | None:
@@ -103,7 +104,6 @@ class TurnCache:
 
     def close(self) -> None:
         """Give the row back. May be called twice."""
-        self._cut_ahead()
         if self._row is not None:
             self._cache.give_back(self._row)
             self._row = None
@@ -111,7 +111,6 @@ class TurnCache:
 
     def branch(self) -> TurnCache:
         """The same contents, which go on by themselves; to be dropped (:meth:`drop`)."""
-        self._cut_ahead()
         other = TurnCache(self._cache, self._model, self._turn, self._chunk, self._repeatable, self._look)
         other._drafts = self._drafts
         other._row = self._cache.fork(self._current)
@@ -148,6 +147,7 @@ class TurnCache:
 
         If a peer is lost, everything is run again.
         """
+        self._repetitions = None
         remembered = self._cache.remembered.get(prompt) if self._repeatable else None
         if self._row is None:
             self.first, self.closest = self._cache.unread, self._cache.closest(prompt)
@@ -177,7 +177,7 @@ class TurnCache:
         assert row.rows is not None
         if self._ahead and self._ahead[0][0] == token:
             self._append([token], row.origins.written())
-            self._turn.accepted_tokens += 1
+            self._turn.accept()
             return choose(self._ahead.popleft()[1])
         self._cut_ahead()
         drafted: list[int] = []
@@ -185,7 +185,8 @@ class TurnCache:
         def draft(most: int) -> TokenDraft | None:
             if self._repetitions is None or self._repetitions.tokens is not row.tokens:
                 self._repetitions = Repetitions(row.tokens)
-            found = self._repetitions.guess(token, most)
+            room = self._model.facts.context_limit - len(row.tokens) - 1
+            found = self._repetitions.guess(token, min(most, room)) if room > 0 else None
             drafted[:] = [] if found is None else found.tokens
             return found
 

@@ -28,12 +28,12 @@ _KINDS = {
 """The towers of whole models, by their ``model_type``."""
 _DEEP = ("qwen3_vl", "qwen3_vl_moe")
 """Models that also read features of single layers of their tower (deepstack)."""
-_AROUND = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
+_GEMMA_TOKENS = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
 _TOKENS = {
     _QWEN: {"image_token_id": "<|image_pad|>"},
     _GEMMA_3: {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
-    _GEMMA: _AROUND,
-    _UNIFIED: _AROUND,
+    _GEMMA: _GEMMA_TOKENS,
+    _UNIFIED: _GEMMA_TOKENS,
     _MISTRAL: {
         "image_token_index": "[IMG]",
         "image_break_token_id": "[IMG_BREAK]",
@@ -201,7 +201,7 @@ def _kind_of(tower: GgufFile) -> str:
     """What the file calls its tower; empty if it is of no known kind."""
     known = tower.metadata.get("general.architecture") == "clip"
     kind = tower.metadata.get("clip.vision.projector_type") or tower.metadata.get("clip.projector_type")
-    return kind if known and kind in _NAMES else ""
+    return kind if known and isinstance(kind, str) and kind in _NAMES else ""
 
 
 def _deep_layers(metadata: Metadata) -> list[int]:
@@ -303,8 +303,11 @@ def _three(tower: GgufFile, values: Any) -> list[float]:
 
 
 def tower_entries(tower: GgufFile) -> dict[str, tuple[TensorEntry, ...]]:
-    """The places of the tensors of the file, by their names in transformers' module."""
+    """The places of the tensors of the file, by their names in transformers' module. Raises ModelError if it holds no
+    known tower."""
     kind = _kind_of(tower)
+    if not kind:
+        raise ModelError(f"{tower.path} holds no tower of a known kind; fetch the model's own mmproj file.")
     entries: dict[str, tuple[TensorEntry, ...]] = {}
     deep: list[int] = []
     exchanged = kind == _GEMMA_3 and _exchanged(tower)

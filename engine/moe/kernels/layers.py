@@ -236,7 +236,7 @@ class LayerExperts:
         ``extra`` int32 [extra_count]: experts that are run on the first token if no route needs them, for nothing.
         A route's result does not depend on the other tokens, to the bit, if they are read (``reads``), or as long as
         its expert has few routes in the call, or many; between the two the order of additions differs. Few are up to
-        16, or up to 8 where packed weights are multiplied with AVX-512 VNNI. Tokens that are read are never few.
+        16. Tokens that are read are never few.
         Raises ModelError if an index names no expert that is here, or memory runs out.
         """
         code = self._native.pllm_experts(

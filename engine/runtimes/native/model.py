@@ -424,6 +424,7 @@ class NativeTokenRows(LocalRows):
         self._expect_one_row("tokens are verified")
         if not 1 <= len(tokens) <= self.verified_together:
             raise ValueError(f"{len(tokens)} tokens to verify; at most {self.verified_together} run in one pass")
+        self.settle()
         part = PassPart([list(tokens)], self._cache, self._seen(tokens) if self._pictures else None)
         logits = self._model.run("decode", [part], want_logits=True, every=True)
         assert logits is not None

@@ -241,9 +241,9 @@ def _tie(model: Any, missing: set[str], kernels: KernelChoice | None) -> None:
 
 def fill_buffers(model: Any, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies), by the modules that own them."""
-    absent = [(name, each) for name, each in model.named_non_persistent_buffers() if each.device.type == "meta"]
-    for name, buffer in absent:
-        # Numbers of places are none below 0.
+    absent = {name: each for name, each in model.named_non_persistent_buffers() if each.device.type == "meta"}
+    for name, buffer in absent.items():
+        # Whole numbers are positions, so -1 is one that was not computed.
         put(model, name, torch.full_like(buffer, float("nan") if buffer.is_floating_point() else -1, device=device))
     for parameter in model.parameters():
         # transformers' mark of what is not to be overwritten: gemma4's embedding has a buffer and a weight.
@@ -254,6 +254,6 @@ def fill_buffers(model: Any, device: torch.device) -> None:
             owner = module if hasattr(module, "_init_weights") else model
             owner._init_weights(module)
     for name, buffer in model.named_buffers():
-        left = name in dict(absent) and not buffer.is_floating_point() and (buffer == -1).any()
+        left = name in absent and not buffer.is_floating_point() and (buffer == -1).any()
         if left or buffer.device.type == "meta" or (buffer.is_floating_point() and buffer.isnan().any()):
             raise ModelError(f"Buffer {name} cannot be computed by this version of transformers.", kind="internal")

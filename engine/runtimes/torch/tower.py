@@ -82,6 +82,10 @@ class VisionTower:
                 raise
             self._device = torch.device("cpu")
             return self._rows(array)
+        except (RuntimeError, ValueError) as error:  # transformers checks less of a tower's settings than it needs
+            raise ModelError(
+                f"The tower cannot look at a picture: {in_one_line(error)}; fetch the model again."
+            ) from error
         array_of_rows: NDArray[np.float32] = rows.cpu().numpy()
         return array_of_rows
 

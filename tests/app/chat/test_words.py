@@ -94,8 +94,8 @@ def test_the_status_is_told_in_sentences() -> None:
 
 def test_what_guessing_ahead_saved_is_said() -> None:
     text = "Guessing ahead: 2.5 tokens a pass; 60% of 100 guessed ones were right."
-    assert guesses_words(Guesses(tokens=100, drafted=100, accepted=60)) == text
-    assert text in status_words(Status(guesses=Guesses(100, 100, 60)))
+    assert guesses_words(Guesses(tokens=101, drafted=100, accepted=60)) == text
+    assert text in status_words(Status(guesses=Guesses(101, 100, 60)))
 
 
 def test_why_a_prompt_was_read_again_is_said() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.generation.drafts import LEAST_MATCH, MEASURED, MOST_PLACES, VALID_PASSES, PassCosts, Repetitions
+from engine.generation.drafts import LEAST_MATCH, MEASURED, MOST_PLACES, ROW_COST, VALID_PASSES, PassCosts, Repetitions
 
 
 def by_hand(tokens: list[int], most: int) -> set[tuple[int, ...]]:
@@ -83,8 +83,11 @@ def test_costs_that_were_not_measured_lie_between_those_that_were(seconds: dict[
             below, above = max(each for each in seconds if each < count), min(each for each in seconds if each > count)
             between = sorted((seconds[below], seconds[above]))
             assert between[0] - 1e-9 <= known.of(count) <= between[1] + 1e-9
-        else:
-            assert known.of(count) >= 0
+        elif len(seconds) == 1:
+            (single,) = seconds
+            assert known.of(count) == pytest.approx(
+                seconds[single] * (1 + ROW_COST * (count - 1)) / (1 + ROW_COST * (single - 1))
+            )
 
 
 def test_one_slow_pass_is_no_cost_and_old_costs_are_forgotten() -> None:
@@ -93,6 +96,17 @@ def test_one_slow_pass_is_no_cost_and_old_costs_are_forgotten() -> None:
         known.took(8, 2.0)
     known.took(8, 100.0)
     assert known.of(8) == 2.0
+    assert known.worth(0.99, 7) == 0, "what a single token costs is not known yet"
     for _ in range(VALID_PASSES):
         known.took(1, 1.0)
     assert known.of(8) != 2.0 and known.worth(0.99, 7) == 7
+
+
+def test_what_is_longer_than_all_that_was_measured_costs_as_much_more_as_that() -> None:
+    known = PassCosts()
+    known.took(1, 1.0)
+    known.took(4, 1.06)
+    assert known.of(16) == pytest.approx(1.3) and known.worth(0.9, 15) > 9
+    known.took(4, 30.0)
+    known.took(4, 30.0)
+    assert known.worth(0.9, 15) == 0

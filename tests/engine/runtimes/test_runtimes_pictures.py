@@ -183,6 +183,11 @@ def test_a_saved_row_goes_on_by_itself(folders: dict[str, Path], subject: Subjec
     model = load(subject, folders[kind])
     rows, _ = read(model, tokens_of(model, PROMPT), 1000)
     saved = rows.checkpoint() or rows.fan_out(1)
+    if rows.verified_together:
+        verified = rows.fan_out(1).verify(ANSWER)
+        np.testing.assert_array_equal(
+            verified, [saved.fan_out(1).replay(ANSWER[:end]) for end in range(1, len(ANSWER) + 1)]
+        )
     stepped = [rows.step([token])[0] for token in ANSWER]
     logits = saved.replay(ANSWER)
     assert logits is not None

@@ -314,6 +314,24 @@ def test_two_conversations_in_turn_keep_the_tokens_of_both() -> None:
         assert 95 in tokens and 93 not in tokens
 
 
+@pytest.mark.parametrize(("runtime", "family"), WITH_STATES)
+def test_checkpoints_go_before_a_conversation_does(
+    tiny_model: Callable[..., Path], runtime: RuntimeName, family: str
+) -> None:
+    person = Person(tiny_model(family, dtype="bfloat16"), runtime)
+    facts, greedy = person.model.facts, {"sampling": Sampling(temperature=0.0)}
+    talk = [Message("user", "a long talk " * 36)]
+    tokens = 12 * 36 + 20
+    # Room for both conversations with a checkpoint each.
+    person.session._prefix_bytes = (tokens + 60) * facts.key_value_bytes_per_token + 4 * facts.state_bytes
+    first, _ = person(talk, **greedy)
+    assert tokens - 20 < first.prompt_tokens + len(first.token_ids) < tokens
+    for other in ("another one, with a checkpoint", "and one more, with one, too"):
+        person([Message("user", other)], **greedy)
+    again, _ = person([*talk, Message("assistant", first.text), Message("user", "and?")], **greedy)
+    assert again.prefilled_tokens < 60
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(("runtime", "family"), WITH_STATES)
 def test_states_that_cannot_be_cut_back_go_on_before_the_end_of_the_last_prompt(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ import pytest
 from engine.generation.drafts import PassCosts, Repetitions, TokenDraft
 from engine.ipc.messages import Constraint, Finished, Generate, Load, Message, Sampling
 from engine.runtimes import runtime_named
-from engine.runtimes.protocol import TokenRows
-from engine.session.scheduler import Scheduler
+from engine.runtimes.protocol import LoadedModel, TokenRows
 from engine.session.session import Session
 from engine.session.token_history import TokenHistory
 from tests.engine.runtimes.native_oracle import needs_kernels
@@ -30,8 +29,7 @@ def both(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Ite
     """Somebody with guesses, all of which are run, and somebody without."""
     made = []
     for drafts in (True, False):
-        load = Load(id=1, model="tiny", runtime="native", dtype="bfloat16", cpu_threads=1)
-        model = runtime_named("native").load(tiny_model(request.param, dtype="bfloat16"), load, lambda *_: None)
+        model = loaded(tiny_model, request.param)
         tokenizer = LetterTokenizer()
         session = Session(model, tokenizer, ends={7}, defaults={}, prefill_chunk=24, drafts=drafts)
         session._history = TokenHistory(tokenizer)
@@ -108,62 +106,91 @@ def test_the_same_answer_as_without(
 
 
 @pytest.mark.usefixtures("eager")
-def test_who_is_stopped_keeps_nothing_that_was_guessed(both: tuple[Ask, Ask]) -> None:
-    drafted, plain = both
+def test_answers_one_after_another_are_guessed_from_the_prompt_anew(both: tuple[Ask, Ask]) -> None:
+    """There is no memory for several at once, so the row is cut back to the prompt between them."""
     for ask in both:
-        ask.cancel_when = lambda events: len(events) > 3
-        ask([*range(9, 20), *range(9, 15)], max_tokens=40, sampling=Sampling(temperature=0.0))
-        ask.cancel_when = lambda events: False
-    after = [ask([9, 10, 11], max_tokens=20, sampling=Sampling(temperature=0.0)) for ask in both]
-    assert facts(after[0]) == facts(after[1])
-    assert drafted.session.cached_tokens[:3] == plain.session.cached_tokens[:3]
+        ask.session._memory = lambda: 0
+    prompt = [*range(9, 20)] * 3
+    options: dict[str, Any] = {"max_tokens": 40, "sampling": Sampling(temperature=0.2, seed=1, top_k=2), "samples": 4}
+    found, expected = (ask(prompt, **options) for ask in both)
+    assert facts(found) == facts(expected) and len(found.samples) == 4
 
 
 @pytest.mark.usefixtures("eager")
-def test_another_answer_that_begins_meanwhile_copies_no_guess(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the first one's rows hold guessed tokens, a second one with the same prompt copies them."""
-    load = Load(id=1, model="tiny", runtime="native", dtype="bfloat16", cpu_threads=1)
-    model = runtime_named("native").load(tiny_model("qwen3_moe", dtype="bfloat16"), load, lambda *_: None)
-    prompt, options = [*range(9, 20)] * 3, {"max_tokens": 30, "sampling": Sampling(temperature=0.0)}
-    expected = Ask(Session(model, None, ends=set(), defaults={}, drafts=False))(prompt, **options)
-    session = Session(model, None, ends=set(), defaults={}, memory=lambda: 1 << 40)
-    ask, scheduler = Ask(session), session.scheduler()
-    ends: list[Finished] = []
-    verify = type(model.start()).verify
+def test_who_is_stopped_keeps_nothing_that_was_guessed(both: tuple[Ask, Ask]) -> None:
+    prompt, greedy = [*range(9, 20)] * 3, {"sampling": Sampling(temperature=0.0)}
+    stopped = []
+    for ask in both:
+        ask.checks = 0
+        ask.cancel_when = lambda events, ask=ask: ask.checks > 25  # type: ignore[misc]
+        stopped.append(ask(prompt, max_tokens=90, **greedy))
+        ask.cancel_when = lambda events: False
+    assert {each.finish_reason for each in stopped} == {"cancelled"}
+    assert 0 < len(stopped[0].token_ids) < 90
+    after = [ask([*prompt, *stopped[0].token_ids, 5], max_tokens=20, **greedy) for ask in both]
+    assert facts(after[0]) == facts(after[1])
 
-    def verified(self: TokenRows, tokens: Any) -> Any:
-        logits = verify(self, tokens)
-        if len(later) < 2:
-            later.append(len(tokens))
-        return logits
 
-    later: list[int] = []
-    monkeypatch.setattr(type(model.start()), "verify", verified)
-    begin(scheduler, ask, prompt, options, ends)
-    while not later:
-        scheduler.round()
-    begin(scheduler, ask, prompt, options, ends)
+@pytest.mark.usefixtures("eager")
+def test_rows_hold_no_guess_while_another_answer_may_take_them(tiny_model: Callable[..., Path]) -> None:
+    session = Session(loaded(tiny_model, "qwen3_moe"), None, ends=set(), defaults={}, memory=lambda: 1 << 40)
+    alone = Session(loaded(tiny_model, "qwen3_moe"), None, ends=set(), defaults={}, drafts=False)
+    prompt, options = [*range(9, 20)] * 3, {"max_tokens": 60, "sampling": Sampling(temperature=0.0)}
+    expected = Ask(alone)(prompt, **options)
+    scheduler, ends, rounds, told = session.scheduler(), list[Finished](), 0, 0
     while len(ends) < 2:
+        if rounds in (0, 6):
+            request = Generate(id=1, prompt_ids=prompt, **options)
+            control = Ask(session)
+            scheduler.add(session.answer(request, control.events.append, control), ends.append, raised, owner=control)
         scheduler.round()
-    assert [found.token_ids for found in ends] == [expected.token_ids] * 2
-    model.close()
+        rounds += 1
+        for row in session._cache._used:
+            assert row.rows is None or row.rows.length == len(row.tokens)
+        told = max([told, *(end.drafted_tokens for end in ends)])
+    assert told > 0 and [found.token_ids for found in ends] == [expected.token_ids] * 2
+    session.close()
+    alone.close()
 
 
-def begin(scheduler: Scheduler, ask: Ask, prompt: list[int], options: dict[str, Any], ends: list[Finished]) -> None:
-    class Control:
-        owner = f"client {len(ends)} {id(object())}"
+@pytest.mark.parametrize("row_s", [0.0, 3.0])
+def test_guesses_are_run_as_long_as_they_are_measured_to_pay(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, row_s: float
+) -> None:
+    """A pass takes a second, and so much more for each guess."""
+    now = 0.0
+    model = loaded(tiny_model, "qwen3_moe")
+    kind = type(model.start())
+    step, verify = kind.step, kind.verify
 
-        def cancelled(self) -> bool:
-            return False
+    def slow_step(self: TokenRows, tokens: Sequence[int]) -> Any:
+        nonlocal now
+        now += 1.0
+        return step(self, tokens)
 
-        def watching(self) -> bool:
-            return False
+    def slow_verify(self: TokenRows, tokens: Sequence[int]) -> Any:
+        nonlocal now
+        now += 1.0 + row_s * (len(tokens) - 1)
+        return verify(self, tokens)
 
-    def failed(error: BaseException) -> None:
-        raise error
+    monkeypatch.setattr(kind, "step", slow_step)
+    monkeypatch.setattr(kind, "verify", slow_verify)
+    session = Session(model, None, ends=set(), defaults={}, clock=lambda: now)
+    said = [*range(9, 30)]
+    constraint: dict[str, Any] = {"sampling": Sampling(temperature=0.0, logit_bias=dict.fromkeys(said[:1], 100.0))}
+    found = Ask(session)(said * 3, max_tokens=80, **constraint)
+    assert set(found.token_ids) == {said[0]}
+    if row_s:
+        assert found.drafted_tokens < 20
+    else:
+        assert found.accepted_tokens > 60
+    session.close()
 
-    control = Control()
-    request = Generate(id=1, prompt_ids=prompt, **options)
-    scheduler.add(ask.session.answer(request, ask.events.append, control), ends.append, failed, owner=control)
+
+def loaded(tiny_model: Callable[..., Path], family: str) -> LoadedModel:
+    load = Load(id=1, model="tiny", runtime="native", dtype="bfloat16", cpu_threads=1)
+    return runtime_named("native").load(tiny_model(family, dtype="bfloat16"), load, lambda *_: None)
+
+
+def raised(error: BaseException) -> None:
+    raise error

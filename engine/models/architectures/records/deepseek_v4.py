@@ -3,7 +3,7 @@ stochastic matrices, and first layers whose experts a table of tokens chooses.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
@@ -29,11 +29,19 @@ def _renamed(config: Config) -> dict[str, Any]:
     ratios = config.get("compress_ratios")
     if ratios is None or config.get("layer_types") is not None:
         return {}
+    if not isinstance(ratios, list):
+        raise damaged(f"config.json gives {shown(ratios)} for compress_ratios, which must be a list")
+    return {"layer_types": _kinds(ratios[: whole_number(config, "num_hidden_layers")], "config.json")}
+
+
+def _kinds(ratios: Sequence[object], source: object) -> list[str]:
+    """The kinds of layers with these tokens of a compressed key. Raises ModelError, naming ``source``."""
     kinds = {rate: kind for kind, rate in _RATES.items()}
-    if not isinstance(ratios, list) or any(type(ratio) is not int or ratio not in kinds for ratio in ratios):
+    wrong = [ratio for ratio in ratios if type(ratio) is not int or ratio not in kinds]
+    if wrong:
         known = ", ".join(map(str, kinds))
-        raise damaged(f"config.json gives {shown(ratios)} for compress_ratios, which must be {known} for each layer")
-    return {"layer_types": [kinds[ratio] for ratio in ratios[: whole_number(config, "num_hidden_layers")]]}
+        raise damaged(f"{source} gives {shown(wrong[0])} for the compress ratio of a layer, which must be {known}")
+    return [kinds[ratio] for ratio in ratios]  # type: ignore[index]
 
 
 def _kind(config: Config, layer: int) -> str:
@@ -72,7 +80,7 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         "o_groups": metadata.number("attention.output_group_count"),
         "o_lora_rank": metadata.number("attention.output_lora_rank"),
         "sliding_window": metadata.number("attention.sliding_window"),
-        **_renamed({"compress_ratios": ratios, "num_hidden_layers": layers}),
+        "layer_types": _kinds(ratios[:layers], metadata.file.path),
         "compress_rates": {kind: rate for kind, rate in _RATES.items() if rate},
         "compress_rope_theta": metadata.real("attention.compress_rope_freq_base", 160_000.0),
         "mlp_layer_types": [_HASHED if layer < hashed else "moe" for layer in range(layers)],

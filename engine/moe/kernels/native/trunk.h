@@ -325,8 +325,8 @@ typedef struct pllm_pass {
                                     added to the hidden state behind each of the first layers; NULL without such tokens */
     const float *lexical;        /* [layers with pllm_lexical, rows * tokens, lexical_width]: embeddings of each token and
                                     those before it; NULL without such layers */
-    const int64_t *seen;         /* [tokens]: in layers with a window a query sees the positions before this one, if it is
-                                    behind its own; NULL: up to its own. Only with `reads` */
+    const int64_t *seen;         /* [tokens]: in layers with a window, with seen_in_full in all, a query sees the positions
+                                    before this one, if it is behind its own; NULL: up to its own. Only with `reads` */
     const float *cosine[PLLM_HEAD_KINDS], *sine[PLLM_HEAD_KINDS]; /* [groups or tokens, rotated / 2]: of each group's
                                     position, or of the tokens of the only one */
     const float *block_cosine, *block_sine; /* with pllm_blocks: [.., rotated / 2], of positions from 0 on */

@@ -111,7 +111,8 @@ def assert_verified(model: LoadedModel, prompt: int = 30) -> None:
         return
     tokens = prompt_of(prompt + sum(COUNTS), seed=prompt)
     for rows in (drafted, single):
-        rows.extend(tokens[:prompt], want_logits=False)
+        if prompt:
+            rows.extend(tokens[:prompt], want_logits=False)
     for count in COUNTS:
         right = tokens[drafted.length : drafted.length + count]
         wrong = [token + 1 for token in right[: drafted.verified_together - count]]
@@ -182,6 +183,7 @@ def test_where_attention_is_cut_into_parts(
     model = load_native(tiny_model("qwen3_moe", **options), cpu_threads=3, key_values=key_values)
     for prompt in (0, 250, 4090):
         assert_equal(model, prompt)
+        assert_verified(model, prompt)
 
 
 def test_more_than_equal_as_many_steps_is_refused(tiny_model: TinyModel) -> None:
