@@ -52,7 +52,7 @@ def tensors(sizes_of: Callable[[Config], DeltaSizes], wide_logarithms: bool = Fa
             yield NamedTensor.whole(here + stored, prefix + name, shape)
         logarithms = (1, 1, heads, 1) if wide_logarithms else (heads,)
         found = gguf.tensors.get(here + "ssm_a")
-        flat = found is not None and len(found.shape) == 1
+        flat = found is not None and found.shape[-1] != 1
         yield NamedTensor(here + "ssm_a", prefix + "A_log", logarithms, (heads,) if flat else (heads, 1))
 
     return named

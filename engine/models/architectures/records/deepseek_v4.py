@@ -11,7 +11,7 @@ from engine.models.architectures import gguf_parts
 from engine.models.architectures.config_values import setting, whole_number
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.architectures.layer_rules import check_kinds
-from engine.models.architectures.parts import FUSED_MLP, GGUF, MLP_EXPERTS, per_expert
+from engine.models.architectures.parts import BY_NAME, FUSED_MLP, GGUF, MLP_EXPERTS, per_expert
 from engine.models.architectures.record import CompressedKeys, Config, DecoderRecord, Family, GgufRecord, MoeRecord
 from engine.models.formats.gguf_file import GgufFile
 
@@ -209,7 +209,7 @@ FAMILIES = (
         ),
         decoder=DecoderRecord(layer_kind=_kind, compressed=_compressed),
         moe=MoeRecord(
-            (per_expert(MLP_EXPERTS, "w1", "w3", "w2"), FUSED_MLP, *GGUF),
+            (per_expert(MLP_EXPERTS, "w1", "w3", "w2"), BY_NAME, FUSED_MLP, *GGUF),
             shared="plain",
             count_key="n_routed_experts",
             ffn_key="moe_intermediate_size",
