@@ -171,23 +171,28 @@ class _Owners:
         return True
 
     def even_out(self, places: Sequence[tuple[int, int]]) -> None:
-        """Move some of ``places``, the experts of one layer, from the slowest rank to ranks that would finish
-        sooner."""
+        """Take some of ``places``, the experts of one layer, from the slowest rank, until no rank that has room would
+        finish sooner with one more. Ranks between them pass another expert of the layer on."""
         layer, ranks = places[0][0], range(len(self._slots))
         while True:
             busiest = max(ranks, key=lambda rank: self._loads.get((layer, rank), 0) * self._seconds[rank])
             longest = self._loads.get((layer, busiest), 0) * self._seconds[busiest]
-            moves = [
-                (self._after(layer, rank), rank, place)
-                for place in places
-                if self.of[place] == busiest
-                for rank in self._able[place]
-                if self.count[rank] < self._slots[rank] and self._after(layer, rank) < longest
-            ]
-            if not moves:
+            came: dict[int, tuple[int, tuple[int, int]]] = {}
+            queue = [busiest]
+            for before in queue:  # grows while it is gone through
+                for place in places:
+                    for rank in self._able[place] if self.of[place] == before else ():
+                        if rank not in came and rank != busiest:
+                            came[rank] = before, place
+                            queue.append(rank)
+            sooner = [rank for rank in came if self.count[rank] < self._slots[rank]]
+            rank = min(sooner, key=lambda rank: (self._after(layer, rank), rank), default=busiest)
+            if rank == busiest or self._after(layer, rank) >= longest:
                 return
-            _, rank, place = min(moves)
-            self._give(place, rank)
+            while rank != busiest:
+                before, place = came[rank]
+                self._give(place, rank)
+                rank = before
 
     def _after(self, layer: int, rank: int) -> float:
         """Seconds of ``layer`` on ``rank`` with one more expert."""

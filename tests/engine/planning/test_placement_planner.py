@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.planning.cluster_load import expected_experts
@@ -323,6 +323,14 @@ def holdings(draw: st.DrawFn) -> tuple[ExpertGrid, list[NodeRoom], list[dict[int
 
 
 @given(holdings(), st.booleans())
+@example(
+    problem=(
+        ExpertGrid((0,), 5, 2, MB),
+        [NodeRoom(3 * MB, 1.0), NodeRoom(2 * MB, 3.5), NodeRoom(MB, 1.0)],
+        [{0: [0, 1, 2, 3, 4]}, {0: [1, 2, 3, 4]}, {0: [0]}],
+    ),
+    overlap=False,
+)
 @settings(max_examples=examples(60), deadline=None)
 def test_what_is_there_is_enough_exactly_if_some_choice_of_owners_fits(
     problem: tuple[ExpertGrid, list[NodeRoom], list[dict[int, list[int]]]], overlap: bool
