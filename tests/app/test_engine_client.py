@@ -17,7 +17,7 @@ from app import engine_links
 from app.engine_client import Engine, EngineClient, EngineDied, how_it_ended
 from engine.ipc.messages import Cancel, Done, Failed, Finished, Generate, Message, Notice, Piece, Pull
 from tests.app.scripted import SCRIPT
-from tests.support.eventually import has_ended
+from tests.support.own_children import own_children, remember_children
 
 
 def command(script: str = "") -> list[str]:
@@ -216,7 +216,7 @@ def test_closing_that_is_cancelled_leaves_nothing_behind(
     asyncio.run(cancelled_while_closing())
     gc.collect()
     assert not [warning for warning in recwarn if issubclass(warning.category, ResourceWarning)]
-    assert _children() == []
+    assert own_children() == []
 
 
 async def test_death_is_seen_though_something_still_holds_the_pipe(
@@ -252,19 +252,19 @@ async def test_an_engine_that_never_says_hello(tmp_path: Path, monkeypatch: pyte
     client = EngineClient(["sleep", "60"])
     with pytest.raises(EngineDied, match="did not answer"):
         await client.start()
-    assert _children() == []
+    assert own_children() == []
 
 
 async def test_a_start_that_is_given_up_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
     client = EngineClient(["sleep", "60"])
     start = asyncio.create_task(client.start())
-    while not _children():  # noqa: ASYNC110 (there is no event for a process that appears)
+    while not own_children():  # noqa: ASYNC110 (there is no event for a process that appears)
         await asyncio.sleep(0.01)
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
-    assert _children() == []
+    assert own_children() == []
 
 
 # --- the end ------------------------------------------------------------------------------------------------------
@@ -336,5 +336,6 @@ def test_every_way_to_end_has_its_sentence(code: int) -> None:
     assert sentence.endswith(".") and "\n" not in sentence
 
 
-def _children() -> list[int]:
-    return [child.pid for child in psutil.Process().children() if not has_ended(child)]
+@pytest.fixture(autouse=True)
+def _children_before() -> None:
+    remember_children()

@@ -7,30 +7,27 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from app import engine_process
 from app.engine_client import EngineClient
 from tests.app.scripted import SCRIPT, make_home
+from tests.support.own_children import own_children, remember_children
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    remember_children()
     yield make_home(tmp_path, monkeypatch)
     engine_process.end_begun()
 
 
-def children() -> list[int]:
-    return [child.pid for child in psutil.Process().children()]
-
-
 async def test_who_starts_an_engine_gets_the_one_that_was_begun() -> None:
     engine_process.begin()
-    begun = children()
+    begun = own_children()
     client = EngineClient()
     await client.start()
-    assert [client.pid] == begun == children()
+    assert [client.pid] == begun == own_children()
     await client.close()
     await client.start()
     assert client.pid is not None and client.pid not in begun
@@ -39,18 +36,18 @@ async def test_who_starts_an_engine_gets_the_one_that_was_begun() -> None:
 
 def test_an_engine_that_was_begun_for_another_command_is_ended() -> None:
     engine_process.begin()
-    (begun,) = children()
+    (begun,) = own_children()
     other = engine_process.take([sys.executable, str(SCRIPT), "deaf"])
-    assert children() == [other.pid] and other.pid != begun
+    assert own_children() == [other.pid] and other.pid != begun
     engine_process.end(other)
-    assert children() == []
+    assert own_children() == []
 
 
 def test_an_engine_that_nobody_takes_is_ended() -> None:
     engine_process.begin()
-    assert len(children()) == 1
+    assert len(own_children()) == 1
     engine_process.end_begun()
-    assert children() == []
+    assert own_children() == []
 
 
 def test_an_engine_that_cannot_be_begun_is_reported_by_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
