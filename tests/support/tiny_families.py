@@ -202,6 +202,17 @@ _NEMOTRON_EXPERTS: dict[str, Any] = {
     "n_group": 2,
 }
 
+_GROUPS_OF_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Settings of routers that choose groups of experts first, with a shared expert and a dense first layer."""
+
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 16, "head_dim": 16},
@@ -301,13 +312,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": {
         "head_dim": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
+        **_GROUPS_OF_EXPERTS,
         "use_qk_norm": True,
         "attention_bias": True,
         "routed_scaling_factor": 1.5,
@@ -435,13 +440,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dots1": {
         "head_dim": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
+        **_GROUPS_OF_EXPERTS,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
     },

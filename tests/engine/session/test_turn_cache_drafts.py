@@ -121,9 +121,7 @@ def test_who_is_stopped_keeps_nothing_that_was_guessed(both: tuple[Ask, Ask]) ->
     prompt, greedy = [*range(9, 20)] * 3, {"sampling": Sampling(temperature=0.0)}
     stopped = []
     for ask in both:
-        ask.checks = 0
-        ask.cancel_when = lambda events, ask=ask: ask.checks > 25  # type: ignore[misc]
-        stopped.append(ask(prompt, max_tokens=90, **greedy))
+        stopped.append(stopped_after(25, ask)(prompt, max_tokens=90, **greedy))
         ask.cancel_when = lambda events: False
     assert {each.finish_reason for each in stopped} == {"cancelled"}
     assert 0 < len(stopped[0].token_ids) < 90
@@ -190,6 +188,13 @@ def test_guesses_are_run_as_long_as_they_are_measured_to_pay(
 def loaded(tiny_model: Callable[..., Path], family: str) -> LoadedModel:
     load = Load(id=1, model="tiny", runtime="native", dtype="bfloat16", cpu_threads=1)
     return runtime_named("native").load(tiny_model(family, dtype="bfloat16"), load, lambda *_: None)
+
+
+def stopped_after(checks: int, ask: Ask) -> Ask:
+    """``ask``, which stops its next answer when it was looked at so many times."""
+    ask.checks = 0
+    ask.cancel_when = lambda events: ask.checks > checks
+    return ask
 
 
 def raised(error: BaseException) -> None:

@@ -36,12 +36,12 @@ def _renamed(config: Config) -> dict[str, Any]:
 
 def _kinds(ratios: Sequence[object], source: object) -> list[str]:
     """The kinds of layers with these tokens of a compressed key. Raises ModelError, naming ``source``."""
-    kinds = {rate: kind for kind, rate in _RATES.items()}
+    kinds: dict[object, str] = {rate: kind for kind, rate in _RATES.items()}
     wrong = [ratio for ratio in ratios if type(ratio) is not int or ratio not in kinds]
     if wrong:
         known = ", ".join(map(str, kinds))
         raise damaged(f"{source} gives {shown(wrong[0])} for the compress ratio of a layer, which must be {known}")
-    return [kinds[ratio] for ratio in ratios]  # type: ignore[index]
+    return [kinds[ratio] for ratio in ratios]
 
 
 def _kind(config: Config, layer: int) -> str:

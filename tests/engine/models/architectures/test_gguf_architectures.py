@@ -27,24 +27,48 @@ pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
+    ("family", "extra", "message"),
     [
-        ({"expert_gating_func": 3}, "routes by the function 3"),
-        ({"expert_weights_norm": True}, "normalises the weights of experts that a softmax gave"),
-        ({"attention.kv_lora_rank": 128}, r"attn_kv_a_mqa\.weight has the shape"),
-        ({"attention.key_length_mla": 4}, "qk_nope_head_dim, which must be a whole number from 1"),
+        ("deepseek_v2", {"expert_gating_func": 3}, "routes by the function 3"),
+        ("deepseek_v2", {"expert_weights_norm": True}, "normalises the weights of experts that a softmax gave"),
+        ("deepseek_v2", {"attention.kv_lora_rank": 128}, r"attn_kv_a_mqa\.weight has the shape"),
+        ("deepseek_v2", {"attention.key_length_mla": 4}, "qk_nope_head_dim, which must be a whole number from 1"),
         (
+            "deepseek_v2",
             {"expert_group_count": 3, "expert_group_used_count": 1},
             "out of 1 of 3 groups of 8 experts, which do not fit",
         ),
-        ({"expert_group_count": 2, "expert_group_used_count": 4}, "out of 4 of 2 groups of 8 experts"),
-        ({"expert_group_count": 8, "expert_group_used_count": 8}, "out of 8 of 8 groups of 8 experts"),
+        ("deepseek_v2", {"expert_group_count": 2, "expert_group_used_count": 4}, "out of 4 of 2 groups of 8 experts"),
+        ("deepseek_v2", {"expert_group_count": 8, "expert_group_used_count": 8}, "out of 8 of 8 groups of 8 experts"),
+        ("glm_moe_dsa", {"expert_gating_func": 1}, "routes by the function 1"),
+        (
+            "glm_moe_dsa",
+            {"attention.indexer.types": 1},
+            r"attention\.indexer\.types is 1, not 0 or 1 for each of 2 layers",
+        ),
+        ("glm_moe_dsa", {"attention.indexer.top_k": 0}, r"its attention\.indexer\.top_k is 0"),
+        ("glm_moe_dsa", {"attention.indexer.key_length": 64}, r"indexer\.attn_q_b\.weight has the shape"),
+        ("qwen3_5_text", {"ssm.group_count": 3}, "over 3 key heads, which do not fit together"),
+        ("qwen3_5_text", {"ssm.inner_size": 33}, "value heads of 33 values in all over"),
+        ("qwen3_5_text", {"rope.dimension_sections": 5}, r"rope\.dimension_sections is 5, not a list of numbers"),
+        (
+            "qwen3_5_text",
+            {"rope.dimension_count": 1 << 30},
+            r"partial_rotary_factor, which must be a number over 0, at most 1",
+        ),
+        ("step3p5", {"expert_gating_func": 1}, "routes by the function 1"),
+        ("deepseek_v4", {"expert_gating_func": 2}, "routes by the function 2 with weights divided by their sum"),
+        (
+            "deepseek_v4",
+            {"expert_weights_norm": False},
+            "routes by the function 4 with weights not divided by their sum",
+        ),
     ],
 )
-def test_latent_attention_or_routing_that_does_not_run_is_refused(
-    tmp_path: Path, sources: Callable[[str], Path], extra: dict[str, Any], message: str
+def test_settings_that_cannot_be_run_are_refused(
+    tmp_path: Path, sources: Callable[[str], Path], family: str, extra: dict[str, Any], message: str
 ) -> None:
-    path = write_tiny_gguf(tmp_path / "m.gguf", sources("deepseek_v2"), "deepseek2", extra=extra)
+    path = write_tiny_gguf(tmp_path / "m.gguf", sources(family), ARCHITECTURES[family], extra=extra)
     with pytest.raises(ModelError, match=message):
         open_gguf(path, quiet)
 
@@ -89,38 +113,6 @@ def test_shares_of_gates_that_cannot_be_are_refused(
         config_of(gguf)
 
 
-def test_another_router_of_step_is_refused(tmp_path: Path, sources: Callable[[str], Path]) -> None:
-    path = write_tiny_gguf(tmp_path / "m.gguf", sources("step3p5"), "step35", extra={"expert_gating_func": 1})
-    with pytest.raises(ModelError, match="routes by the function 1"):
-        open_gguf(path, quiet)
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"expert_gating_func": 1}, "routes by the function 1"),
-        ({"attention.indexer.types": 1}, r"attention\.indexer\.types is 1, not 0 or 1 for each of 2 layers"),
-        ({"attention.indexer.top_k": 0}, r"its attention\.indexer\.top_k is 0"),
-        ({"attention.indexer.key_length": 64}, r"indexer\.attn_q_b\.weight has the shape"),
-    ],
-)
-def test_indexers_that_cannot_be_are_refused(
-    tmp_path: Path, sources: Callable[[str], Path], extra: dict[str, Any], message: str
-) -> None:
-    path = write_tiny_gguf(tmp_path / "m.gguf", sources("glm_moe_dsa"), "glm-dsa", extra=extra)
-    with pytest.raises(ModelError, match=message):
-        open_gguf(path, quiet)
-
-
-@pytest.mark.parametrize(("key", "value"), [("expert_gating_func", 2), ("expert_weights_norm", False)])
-def test_another_router_of_deepseek_v4_is_refused(
-    tmp_path: Path, sources: Callable[[str], Path], key: str, value: int
-) -> None:
-    path = write_tiny_gguf(tmp_path / "m.gguf", sources("deepseek_v4"), "deepseek4", extra={key: value})
-    with pytest.raises(ModelError, match=r"routes by the function [24] with weights (not )?divided by their sum"):
-        open_gguf(path, quiet)
-
-
 def test_a_table_of_experts_holds_whole_numbers_and_no_other_tensor_does(
     tmp_path: Path, sources: Callable[[str], Path]
 ) -> None:
@@ -155,23 +147,6 @@ def test_several_limits_of_networks_are_refused(
         return
     with pytest.raises(ModelError, match="one limit of all layers runs"):
         config_of(gguf)
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"ssm.group_count": 3}, "over 3 key heads, which do not fit together"),
-        ({"ssm.inner_size": 33}, "value heads of 33 values in all over"),
-        ({"rope.dimension_sections": 5}, r"rope\.dimension_sections is 5, not a list of numbers"),
-        ({"rope.dimension_count": 1 << 30}, r"partial_rotary_factor, which must be a number over 0, at most 1"),
-    ],
-)
-def test_delta_nets_that_cannot_be_are_refused(
-    tmp_path: Path, sources: Callable[[str], Path], extra: dict[str, Any], message: str
-) -> None:
-    path = write_tiny_gguf(tmp_path / "m.gguf", sources("qwen3_5_text"), "qwen35", extra=extra)
-    with pytest.raises(ModelError, match=message):
-        open_gguf(path, quiet)
 
 
 @pytest.mark.parametrize("high", [4.0, 1.0])
